@@ -1,0 +1,62 @@
+"""The whole config of a run: one section an owner. A component gets its section, never this."""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from slime_cua.config.algo import AdvantageConfig, FrontierConfig, LossConfig
+from slime_cua.config.base import ConfigModel
+from slime_cua.config.rollout import RolloutConfig
+from slime_cua.config.sandbox import SandboxConfig
+from slime_cua.config.trainer import OptimizerConfig, TrainerConfig
+
+
+class TaskConfig(ConfigModel):
+    train: tuple[str, ...] = ()
+    """Folders or files of task JSON."""
+    heldout: tuple[str, ...] = ()
+
+
+class SftConfig(ConfigModel):
+    num_episodes: int = Field(0, ge=0)
+    """Demonstrations to collect with the scripted teacher; 0 skips the cold start."""
+    num_epochs: int = Field(1, ge=1)
+    batch_size: int = Field(16, ge=1)
+    """Segments an optimiser step."""
+    min_rule_score: float = 0.8
+    optimizer: OptimizerConfig = OptimizerConfig(lr=1e-5)
+
+
+class EvalConfig(ConfigModel):
+    num_tasks: int = Field(0, ge=0)
+    """0: all held-out tasks."""
+    temperature: float = Field(0.5, gt=0)
+    num_bootstrap: int = Field(10000, ge=100)
+
+
+class LogConfig(ConfigModel):
+    project: str = "slime_cua"
+    wandb_mode: str = "offline"
+
+
+class RunConfig(ConfigModel):
+    run_dir: str = "runs/default"
+    model: str = ""
+    """Hugging Face checkpoint folder to start from."""
+    seed: int = 0
+    num_steps: int = Field(1000, ge=0)
+    save_every: int = Field(10, ge=1)
+    eval_every: int = Field(0, ge=0)
+    """0: only at the end."""
+    minutes: float = Field(0.0, ge=0)
+    """Stop RL after this long; 0: no limit."""
+    tasks: TaskConfig = TaskConfig()
+    sandbox: SandboxConfig = SandboxConfig()
+    rollout: RolloutConfig = RolloutConfig()
+    trainer: TrainerConfig = TrainerConfig()
+    loss: LossConfig = LossConfig()
+    advantage: AdvantageConfig = AdvantageConfig()
+    sampler: FrontierConfig = FrontierConfig()
+    sft: SftConfig = SftConfig()
+    evaluation: EvalConfig = EvalConfig()
+    log: LogConfig = LogConfig()

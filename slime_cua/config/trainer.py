@@ -1,0 +1,49 @@
+"""Megatron trainer."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from slime_cua.config.base import ConfigModel
+
+
+class ParallelConfig(ConfigModel):
+    tp: int = Field(1, ge=1)
+    pp: int = Field(1, ge=1)
+    cp: int = Field(1, ge=1)
+    ep: int = Field(1, ge=1)
+    dp: int = Field(1, ge=1)
+    sequence_parallel: bool = False
+
+    @property
+    def world_size(self) -> int:
+        return self.tp * self.pp * self.cp * self.dp
+
+
+class OptimizerConfig(ConfigModel):
+    lr: float = Field(1e-6, gt=0)
+    min_lr: float = Field(0.0, ge=0)
+    warmup_steps: int = Field(0, ge=0)
+    decay_steps: int = Field(0, ge=0)
+    """0: constant after warm-up; else cosine to min_lr over this many steps."""
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = 1e-8
+    weight_decay: float = Field(0.1, ge=0)
+    clip_grad: float = Field(1.0, gt=0)
+
+
+class TrainerConfig(ConfigModel):
+    parallel: ParallelConfig = ParallelConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    dtype: Literal["fp32", "bf16"] = "bf16"
+    max_tokens_per_rank: int = Field(32768, ge=16)
+    """Token budget (images expanded) of one packed micro-batch."""
+    freeze_vision: bool = True
+    recompute: Literal["none", "selective", "full"] = "none"
+    use_distributed_optimizer: bool = True
+    timeout_s: float = 600.0
+    """Deadline of one trainer call."""
+    num_threads: int = 1
+    """CPU threads a rank."""
