@@ -29,8 +29,8 @@ def load(model: type[M], path: Path | str | None = None, overrides: list[str] | 
     """
     tree = OmegaConf.create(_read(Path(path)) if path else {})
     try:
-        tree = OmegaConf.merge(tree, OmegaConf.from_dotlist(list(overrides or [])))
-        plain = OmegaConf.to_container(tree, resolve=True)
+        merged = OmegaConf.merge(tree, OmegaConf.from_dotlist(list(overrides or [])))
+        plain = OmegaConf.to_container(merged, resolve=True)
     except OmegaConfBaseException as error:
         raise ConfigError(f"{path or 'command line'}: {error}") from error
     return validate(model, plain, source=str(path or "command line"))

@@ -1,0 +1,61 @@
+#!/usr/bin/env bash
+# Makes .venv with the pinned CPU or GPU set and the system packages that local desktops need. Safe to run again: when
+# nothing changed it takes a second. Says what it will install before it does.
+#   bash scripts/env.sh            everything
+#   SLIME_CUA_TORCH_INDEX=URL      where a CPU build of torch comes from, if pip would resolve to a CUDA build
+#   SLIME_CUA_PYTHON=python3.12    the interpreter for .venv
+set -euo pipefail
+cd "$(dirname "$0")/.."
+torch_pin=torch==2.13.0
+python=${SLIME_CUA_PYTHON:-python3}
+say() { printf '\033[1m[env]\033[0m %s\n' "$*"; }
+die() { printf '[env] error: %s\n' "$*" >&2; exit 1; }
+
+mapfile -t wanted < scripts/apt.txt
+missing=()
+if command -v dpkg-query >/dev/null; then
+  for package in "${wanted[@]}"; do
+    dpkg-query -W -f='${Status}' "$package" 2>/dev/null | grep -q 'ok installed' || missing+=("$package")
+  done
+else
+  for tool in Xvfb bwrap openbox wmctrl; do command -v "$tool" >/dev/null || missing+=("$tool"); done
+  [ ${#missing[@]} -eq 0 ] || die "this is no Debian or Ubuntu: install these yourself: ${missing[*]}"
+fi
+if [ ${#missing[@]} -gt 0 ]; then
+  if [ "$(id -u)" -eq 0 ]; then
+    say "installing ${#missing[@]} system packages (about 120 MB on disk): ${missing[*]}"
+    apt-get update -qq
+    DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends "${missing[@]}" >/dev/null
+  else
+    die "these system packages are missing; run: sudo apt-get install -y --no-install-recommends ${missing[*]}"
+  fi
+fi
+
+"$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || die "$python is older than 3.11: set SLIME_CUA_PYTHON"
+mark=.venv/.installed
+stamp=$(cat requirements/cpu.lock setup.py scripts/env.sh | sha256sum | cut -d' ' -f1)
+if [ -f "$mark" ] && [ "$(cat "$mark")" = "$stamp" ]; then exit 0; fi
+if [ ! -x .venv/bin/pip ]; then
+  say "making .venv with $("$python" --version)"
+  "$python" -m venv .venv || die "no venv module: apt-get install python3-venv, or set SLIME_CUA_PYTHON"
+fi
+pip=(.venv/bin/python -m pip --disable-pip-version-check)
+"${pip[@]}" install -q --upgrade pip "setuptools<81" wheel
+if ! .venv/bin/python -c 'import torch' 2>/dev/null; then
+  if command -v nvidia-smi >/dev/null && nvidia-smi -L >/dev/null 2>&1; then
+    say "a GPU is here: installing $torch_pin as pip resolves it (a CUDA build, about 3 GB to download)"
+    "${pip[@]}" install -q "$torch_pin" numpy
+  elif "${pip[@]}" install --dry-run --quiet --ignore-installed --report - "$torch_pin" 2>/dev/null | grep -qiE '"name": *"(nvidia|cuda)'; then
+    index=${SLIME_CUA_TORCH_INDEX:-https://download.pytorch.org/whl/cpu}
+    say "installing the CPU build of $torch_pin from $index (about 200 MB to download)"
+    "${pip[@]}" install -q --index-url "$index" "$torch_pin" || die "no CPU torch at $index: set SLIME_CUA_TORCH_INDEX"
+  else
+    say "installing the CPU build of $torch_pin (about 200 MB to download)"
+    "${pip[@]}" install -q "$torch_pin"
+  fi
+fi
+say "installing the pinned Python packages of requirements/cpu.lock (about 500 MB to download)"
+"${pip[@]}" install -q -r requirements/cpu.lock
+"${pip[@]}" install -q --no-deps --no-build-isolation -e .
+printf '%s' "$stamp" > "$mark"
+say "ready: .venv/bin/slime-cua --help"
