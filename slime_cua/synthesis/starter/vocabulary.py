@@ -15,8 +15,8 @@ TOP_PX = 32
 MIN_SIDE_PX = 64
 """Smallest side of anything to be clicked."""
 
-GRID_STEP = 10
-"""Demonstrated positions are multiples of this on the 0..1000 grid."""
+GRID_STEP = 20
+"""Demonstrated positions are multiples of this on the 0..1000 grid; the tiny base policy learned the same steps."""
 
 COLOURS: dict[str, str] = {
     "red": "#d62222",
@@ -68,6 +68,13 @@ CODE_PIECES: tuple[str, ...] = (
 """Pieces of the programs in the demonstrations, exact to the blank; between them stand words, names and numbers."""
 
 
+QUESTION_WORDS: tuple[str, ...] = (
+    "point", "where", "what", "which", "is", "there", "how", "many", "word", "read", "pointer", "front", "ticked",
+    "empty", "size", "place", "or", "not", "a", "?", ":", "=",
+)  # fmt: skip
+"""Words of the questions about generated pretraining screens; no instruction needs them."""
+
+
 def instruction_tokens() -> tuple[str, ...]:
     """Every word and mark that occurs in an instruction, each once, in a fixed order."""
     groups = (
@@ -87,11 +94,19 @@ def instruction_tokens() -> tuple[str, ...]:
 
 
 def coordinate_tokens() -> tuple[str, ...]:
-    """Every coordinate of a demonstration: "0", "10", ... "1000"."""
+    """Every coordinate of a demonstration: "0", "20", ... "1000"."""
     return tuple(str(value) for value in range(0, 1001, GRID_STEP))
 
 
 def all_tokens() -> tuple[str, ...]:
-    """Everything that an instruction or a demonstrated action contains, besides the grammar of the action space."""
-    groups = (instruction_tokens(), NUMBERS, KEYS, CODE_PIECES, coordinate_tokens(), tuple(CONTROL_COLOURS))
+    """Everything that an instruction, a demonstrated action (besides its grammar) or a pretraining question contains."""
+    groups = (
+        instruction_tokens(),
+        NUMBERS,
+        KEYS,
+        CODE_PIECES,
+        coordinate_tokens(),
+        tuple(CONTROL_COLOURS),
+        QUESTION_WORDS,
+    )
     return tuple(dict.fromkeys(word for group in groups for word in group))
