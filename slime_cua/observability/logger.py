@@ -58,7 +58,7 @@ class MetricsLogger:
     def close(self) -> None:
         self._file.close()
         if self._wandb is not None:
-            self._wandb.finish(quiet=True)
+            self._wandb.finish()
 
     def _forget_after(self, step: int) -> None:
         rows = [row for row in read_rows(self.path) if row["axis"] != "step" or row["step"] <= step]

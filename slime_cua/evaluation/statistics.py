@@ -1,0 +1,134 @@
+"""Scores with their denominators, intervals and coverage. Missing is missing: it is never a zero (I8).
+
+Legend: a row is one attempt {"task", "family", "score"|None}; success of a row is its score in [0, 1].
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+MIN_COVERAGE = 0.9
+"""Below it no headline is published, only bounds."""
+
+
+@dataclass(frozen=True)
+class Attempt:
+    task_id: str
+    family: str
+    score: float | None
+    """None: no honest score (infrastructure or judge failure after retries)."""
+    is_started: bool = True
+
+
+@dataclass(frozen=True)
+class Summary:
+    """Success over the declared attempts.
+
+    `headline` is sum of scores over declared attempts: infrastructure failures count in the denominator and bound the
+    result from below; None if too few were started (`MIN_COVERAGE`). `over_valid` leaves them out. `lower` and `upper`
+    take every missing score as 0 and as 1.
+    """
+
+    num_declared: int
+    num_started: int
+    num_valid: int
+    headline: float | None
+    over_valid: float | None
+    lower: float
+    upper: float
+
+    @property
+    def coverage(self) -> str:
+        return f"{self.num_started}/{self.num_declared}"
+
+
+def summarise(attempts: Sequence[Attempt]) -> Summary:
+    """Counts and means of `attempts` (declared ones, started or not). Raises ValueError when empty."""
+    if not attempts:
+        raise ValueError("no attempts were declared: the task list is empty")
+    scores = [a.score for a in attempts if a.score is not None]
+    declared, total = len(attempts), float(sum(scores))
+    started = sum(a.is_started for a in attempts)
+    is_published = started >= MIN_COVERAGE * declared
+    return Summary(
+        num_declared=declared,
+        num_started=started,
+        num_valid=len(scores),
+        headline=total / declared if is_published else None,
+        over_valid=total / len(scores) if scores else None,
+        lower=total / declared,
+        upper=(total + declared - len(scores)) / declared,
+    )
+
+
+def family_mean(attempts: Sequence[Attempt]) -> float | None:
+    """Mean over families of the mean over valid attempts: every family weighs the same. None without valid ones."""
+    by_family: dict[str, list[float]] = defaultdict(list)
+    for attempt in attempts:
+        if attempt.score is not None:
+            by_family[attempt.family].append(attempt.score)
+    return float(np.mean([np.mean(scores) for scores in by_family.values()])) if by_family else None
+
+
+@dataclass(frozen=True)
+class Interval:
+    mean: float
+    low: float
+    high: float
+    """95 % percentile interval."""
+
+    def __str__(self) -> str:
+        return f"{100 * self.mean:.1f} [{100 * self.low:.1f}, {100 * self.high:.1f}]"
+
+
+def bootstrap_success(
+    scores: Mapping[str, float], family: Mapping[str, str], *, num_replicates: int, seed: int
+) -> Interval:
+    """Family-weighted success with tasks resampled inside each family.
+
+    scores: task -> mean score of its valid attempts; family: task -> family.
+    """
+    return paired_bootstrap(
+        scores, dict.fromkeys(scores, 0.0), family, num_replicates=num_replicates, seed=seed
+    )
+
+
+def paired_bootstrap(
+    after: Mapping[str, float],
+    before: Mapping[str, float],
+    family: Mapping[str, str],
+    *,
+    num_replicates: int,
+    seed: int,
+) -> Interval:
+    """Interval of the family-weighted mean of after - before over tasks scored in both, resampled in pairs.
+
+    Source: OS-Helix, paired bootstrap over tasks. Raises ValueError when no task is in both.
+    """
+    tasks = sorted(set(after) & set(before))
+    if not tasks:
+        raise ValueError("no task was scored in both arms: nothing to compare")
+    by_family: dict[str, list[float]] = defaultdict(list)
+    for task in tasks:
+        by_family[family[task]].append(after[task] - before[task])
+    rng = np.random.default_rng(seed)
+    replicates = np.zeros(num_replicates)
+    for name in sorted(by_family):
+        diff = np.asarray(by_family[name])
+        replicates += diff[rng.integers(0, len(diff), size=(num_replicates, len(diff)))].mean(axis=1)
+    replicates /= len(by_family)
+    low, high = np.percentile(replicates, [2.5, 97.5])
+    return Interval(float(np.mean([np.mean(d) for d in by_family.values()])), float(low), float(high))
+
+
+def task_means(attempts: Sequence[Attempt]) -> dict[str, float]:
+    """Mean score a task over its valid attempts; tasks without any are absent."""
+    by_task: dict[str, list[float]] = defaultdict(list)
+    for attempt in attempts:
+        if attempt.score is not None:
+            by_task[attempt.task_id].append(attempt.score)
+    return {task: float(np.mean(scores)) for task, scores in by_task.items()}
