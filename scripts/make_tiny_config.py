@@ -6,8 +6,8 @@ by two, so tensor parallelism of two needs no replication. A 640x384 screenshot 
 
 from __future__ import annotations
 
+import argparse
 import json
-import sys
 from pathlib import Path
 
 from tokenizers import Tokenizer
@@ -111,4 +111,8 @@ def main(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1] if len(sys.argv) > 1 else Path(__file__).resolve().parents[1] / "models" / "tiny_base"))
+    parser = argparse.ArgumentParser(description="Write the config files of the tiny policy.")
+    parser.add_argument(
+        "folder", nargs="?", type=Path, default=Path(__file__).parents[1] / "models" / "tiny_base"
+    )
+    main(parser.parse_args().folder)

@@ -4,24 +4,37 @@ Every token is chosen, none is learned, so the output is the same on each machin
 into literals of the tool call (longest first), whole numbers 0..1000, words, and single characters; a piece that the
 vocabulary holds is one token, any other piece becomes its UTF-8 bytes, so every text round-trips. A space is a token of its
 own: a word has one token wherever it stands, which a small model learns far sooner. A click costs nine tokens.
+
+Ids are stable when words are appended: marks come first, the starter tasks' words last, reserved tokens fill the rest.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import re
-import sys
 from pathlib import Path
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 
+from slime_cua.synthesis.starter.vocabulary import all_tokens
+
 VOCAB_SIZE = 3072
 """Rows of the embedding: a multiple of 128, so that tensor parallelism needs no padding of its own."""
-SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|vision_pad|>")
+SPECIAL = (
+    "<|endoftext|>",
+    "<|im_start|>",
+    "<|im_end|>",
+    "<|vision_start|>",
+    "<|vision_end|>",
+    "<|vision_pad|>",
+)
 SPECIAL += ("<|image_pad|>", "<|video_pad|>")
 MARKUP = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>")
 """Tokens with a meaning that are still text: decoding keeps them."""
-ACTIONS = "key type mouse_move left_click left_click_drag right_click middle_click double_click triple_click scroll"
+ACTIONS = (
+    "key type mouse_move left_click left_click_drag right_click middle_click double_click triple_click scroll"
+)
 ACTIONS += " hscroll wait terminate code screenshot"
 CALL = '{"name": "custom_computer_use", "arguments": {"action": "'
 LITERALS = (
@@ -58,20 +71,30 @@ def words(path: Path) -> list[str]:
 
 def build(word_file: Path) -> Tokenizer:
     """The tokenizer, with exactly VOCAB_SIZE tokens."""
+    starter = all_tokens()
+    literals = tuple(dict.fromkeys((*LITERALS, *(piece for piece in starter if not _is_word(piece)))))
     pieces = [
+        *SPECIAL,
+        *MARKUP,
         *sorted(pre_tokenizers.ByteLevel.alphabet()),
         *(str(number) for number in range(1001)),
         *(byte_text(literal) for literal in LITERALS),
         *words(word_file),
+        *(byte_text(piece) for piece in starter),
     ]
-    vocab = {piece: index for index, piece in enumerate(dict.fromkeys(pieces))}
-    markers = [*SPECIAL, *MARKUP]
-    reserved = VOCAB_SIZE - len(vocab) - len(markers)
+    pieces = list(dict.fromkeys(pieces))
+    reserved = VOCAB_SIZE - len(pieces)
     if reserved < 0:
-        raise ValueError(f"{-reserved} tokens too many: shorten {word_file} or raise VOCAB_SIZE by a multiple of 128")
+        raise ValueError(
+            f"{-reserved} tokens too many: shorten {word_file} or raise VOCAB_SIZE by a multiple of 128"
+        )
+    unused = [f"<|reserved_{index}|>" for index in range(reserved)]
+    vocab = {piece: index for index, piece in enumerate([*pieces, *unused])}
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[], ignore_merges=True))
-    literals = "|".join(_escape(literal) for literal in sorted(LITERALS, key=len, reverse=True))
-    cut = Regex(f"{literals}|{NUMBER}|{WORD}|[\\s\\S]")
+    alternatives = "|".join(
+        _escape(literal) for literal in sorted(literals, key=lambda piece: (-len(piece), piece))
+    )
+    cut = Regex(f"{alternatives}|{NUMBER}|{WORD}|[\\s\\S]")
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
             pre_tokenizers.Split(cut, behavior="isolated"),
@@ -79,11 +102,15 @@ def build(word_file: Path) -> Tokenizer:
         ]
     )
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in SPECIAL])
+    tokenizer.add_special_tokens(
+        [AddedToken(name, special=True, normalized=False) for name in (*SPECIAL, *unused)]
+    )
     tokenizer.add_tokens([AddedToken(name, special=False, normalized=False) for name in MARKUP])
-    unused = [AddedToken(f"<|reserved_{index}|>", special=True, normalized=False) for index in range(reserved)]
-    tokenizer.add_special_tokens(unused)
     return tokenizer
+
+
+def _is_word(piece: str) -> bool:
+    return re.fullmatch(f"{NUMBER}|{WORD}", piece) is not None
 
 
 def _escape(literal: str) -> str:
@@ -113,4 +140,8 @@ def main(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1] if len(sys.argv) > 1 else Path(__file__).resolve().parents[1] / "models" / "tiny_base"))
+    parser = argparse.ArgumentParser(description="Build the tokenizer of the tiny policy.")
+    parser.add_argument(
+        "folder", nargs="?", type=Path, default=Path(__file__).parents[1] / "models" / "tiny_base"
+    )
+    main(parser.parse_args().folder)
