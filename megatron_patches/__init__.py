@@ -1,0 +1,84 @@
+"""Named corrections of megatron-core and mcore-bridge, one file a symptom. Imports nothing of the project.
+
+Use, in this order, once a process:
+    megatron_patches.apply()                       # before anything imports megatron
+    with megatron_patches.cpu_scope(): ...         # around all Megatron code; a no-op with CUDA
+    megatron_patches.apply_to_model(model, config) # after the model is built
+    megatron_patches.before_finalize(model, config)# after backward, before finalize_model_grads
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron_patches import (
+    cpu_collectives,
+    cpu_device,
+    deepstack_gradient,
+    fla_standin,
+    gdn_input_norm,
+    gdn_output_norm,
+    registry,
+    rope_table,
+    te_standin,
+    tensor_parallel_marks,
+)
+from megatron_patches.cpu_device import cpu_scope
+from megatron_patches.registry import Patch, UntestedVersionError
+from megatron_patches.triton_names import triton_names
+
+PATCHES: tuple[Patch, ...] = (
+    te_standin.PATCH,
+    fla_standin.PATCH,
+    cpu_device.PATCH,
+    cpu_collectives.PATCH,
+    rope_table.PATCH,
+    tensor_parallel_marks.PATCH,
+    gdn_input_norm.PATCH,
+    deepstack_gradient.PATCH,
+    gdn_output_norm.PATCH,
+)
+_applied: list[str] = []
+
+
+def apply() -> tuple[str, ...]:
+    """Import megatron-core and mcore-bridge with the needed patches; the names of those applied. Once a process.
+
+    Raises UntestedVersionError for an upstream version that the patches were not tried on.
+    """
+    if _applied:
+        return tuple(_applied)
+    registry.check_versions()
+    _applied.extend(registry.run(PATCHES, "before_import"))
+    with cpu_scope():
+        import mcore_bridge
+        import megatron.core  # noqa: F401  (before the triton names: its jit looks for the real package)
+
+        with triton_names():
+            import mcore_bridge.model  # noqa: F401
+        _applied.extend(registry.run(PATCHES, "after_import"))
+    return tuple(_applied)
+
+
+def apply_to_model(model: Any, config: Any) -> None:
+    """Correct a model that was just built."""
+    registry.run(PATCHES, "model", model, config)
+
+
+def before_finalize(model: Any, config: Any) -> None:
+    """Complete partial gradients between backward and finalize_model_grads."""
+    for patch in PATCHES:
+        if patch.phase == "gradients":
+            patch.install(model, config)
+
+
+__all__ = [
+    "PATCHES",
+    "Patch",
+    "UntestedVersionError",
+    "apply",
+    "apply_to_model",
+    "before_finalize",
+    "cpu_scope",
+    "triton_names",
+]
