@@ -1,0 +1,239 @@
+"""One attempt at a task: prompt, sample, parse, act, look; then the judge.
+
+    desktop.setup -> screenshot -> [ prompt -> policy -> parse -> act -> observation ] * -> judge -> Episode
+
+Every failure ends here, classified once: the policy's own mistakes stay in the episode, infrastructure failures make it
+invalid (I4). Deadlines: turn < episode; the caller gives a desktop that has its own inside them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from rollout.actions import ActionSpace, parse
+from rollout.ports import DesktopPort, PolicyPort, Sampled, Shot
+from rollout.renderer import EpisodeRenderer
+from slime_cua.config.rollout import RolloutConfig
+from slime_cua.core.actions import Action, CodeAction, GuiAction, TerminateAction
+from slime_cua.core.errors import ActionParseError, InfrastructureError
+from slime_cua.core.types import Episode, ImageRef, Observation, StopReason, Task, Turn
+from slime_cua.data.images import ImageStore
+
+OnVersion = Callable[[int], None]
+
+
+@dataclass
+class EpisodeRunner:
+    """Runs episodes of one config. `images` keeps the screenshots; `on_version` hears each sampled piece's version."""
+
+    config: RolloutConfig
+    space: ActionSpace
+    policy: PolicyPort
+    images: ImageStore
+
+    async def run(
+        self,
+        task: Task,
+        desktop: DesktopPort,
+        renderer: EpisodeRenderer,
+        *,
+        episode_id: str,
+        group_id: str,
+        on_version: OnVersion = lambda version: None,
+    ) -> Episode:
+        """The finished episode; never raises but for cancellation and our own bugs."""
+        trace = _Trace(episode_id, group_id, task.id)
+        try:
+            async with asyncio.timeout(self.config.episode_timeout_s):
+                await self._play(task, desktop, renderer, trace, on_version)
+                last = trace.last_action()
+                reply = await desktop.evaluate(task, last)
+                trace.reward = reply.score
+                if reply.score is None:
+                    trace.fail(f"JudgeError: {reply.invalid_reason}")
+        except InfrastructureError as error:
+            trace.fail(f"{type(error).__name__}: {error}")
+        except TimeoutError:
+            trace.fail(
+                f"InfrastructureError: the episode passed its deadline of {self.config.episode_timeout_s} s"
+            )
+        return trace.finish()
+
+    async def _play(
+        self,
+        task: Task,
+        desktop: DesktopPort,
+        renderer: EpisodeRenderer,
+        trace: _Trace,
+        on_version: OnVersion,
+    ) -> None:
+        with trace.phase("setup"):
+            await desktop.setup(task)
+            shot = await desktop.screenshot()
+        renderer.start(task.instruction, self._keep(shot))
+        for index in range(self.config.max_turns):
+            turn = await self._turn(index, desktop, renderer, trace, on_version)
+            trace.turns.append(turn)
+            if isinstance(turn.action, TerminateAction):
+                trace.stop_reason = "terminated"
+                return
+            if trace.trailing_format_errors() >= self.config.max_format_errors:
+                trace.stop_reason = "format_errors"
+                return
+            if (
+                renderer.num_tokens
+                >= self.config.engine.max_context_tokens - self.config.sampling.max_response_tokens
+            ):
+                trace.stop_reason = "max_tokens"
+                return
+        trace.stop_reason = "max_turns"
+
+    async def _turn(
+        self,
+        index: int,
+        desktop: DesktopPort,
+        renderer: EpisodeRenderer,
+        trace: _Trace,
+        on_version: OnVersion,
+    ) -> Turn:
+        prompt = renderer.prompt()
+        with trace.phase("generate"):
+            sampled = await self._sample(prompt.ids, prompt.images, trace.episode_id)
+        for version in set(sampled.versions):
+            on_version(version)
+        text = renderer.decode(sampled.ids)
+        renderer.add_response(sampled.ids)
+        action, format_error, observation = None, None, None
+        try:
+            action = parse(text, family=self.space.family, space=self.space)
+        except ActionParseError as error:
+            format_error = error.code
+            renderer.add_error(str(error))
+            observation = Observation(text=str(error), time_s=time.time())
+        if action is not None and not isinstance(action, TerminateAction):
+            with trace.phase("act"):
+                observation = await self._act(action, desktop)
+            renderer.add_observation(observation)
+        return Turn(
+            index=index,
+            starts_segment=prompt.starts_segment,
+            context_ids=tuple(prompt.context_ids),
+            context_images=tuple(prompt.context_images),
+            response_ids=sampled.ids,
+            response_logp=sampled.logp,
+            response_versions=sampled.versions,
+            response_text=text,
+            finish_reason=sampled.finish_reason,
+            action=action,
+            format_error=format_error,
+            observation=observation,
+            timings_s=trace.take_timings(),
+        )
+
+    async def _sample(self, ids: list[int], refs: list[ImageRef], session: str) -> Sampled:
+        pairs = [(ref, self.images.get(ref)) for ref in refs]
+        try:
+            async with asyncio.timeout(self.config.turn_timeout_s):
+                return await self.policy.generate(ids, pairs, session=session)
+        except TimeoutError as error:
+            raise InfrastructureError(
+                f"no response within turn_timeout_s = {self.config.turn_timeout_s}"
+            ) from error
+
+    async def _act(self, action: Action, desktop: DesktopPort) -> Observation:
+        if isinstance(action, GuiAction):
+            shot = await desktop.step([action])
+            return Observation(image=self._keep(shot), time_s=shot.time_s)
+        if isinstance(action, CodeAction):
+            reply = await desktop.execute(action)
+            shot = await desktop.screenshot()
+            return Observation(image=self._keep(shot), text=code_result(reply), time_s=shot.time_s)
+        raise InfrastructureError(
+            f"no tool is connected for {action.type} actions: take it out of action_space.actions"
+        )
+
+    def _keep(self, shot: Shot) -> ImageRef:
+        return self.images.put(shot.png, shot.width_px, shot.height_px)
+
+
+def code_result(reply: object) -> str:
+    """The text that the policy sees for a code action: what it printed, and how it ended if not well."""
+    stdout, stderr = getattr(reply, "stdout", ""), getattr(reply, "stderr", "")
+    parts = [part.rstrip("\n") for part in (stdout, stderr) if part.strip()]
+    if getattr(reply, "is_timeout", False):
+        parts.append("[timed out]")
+    elif getattr(reply, "returncode", 0):
+        parts.append(f"[exit code {getattr(reply, 'returncode', None)}]")
+    if getattr(reply, "is_truncated", False):
+        parts.append("[output cut]")
+    return "\n".join(parts) or "[no output]"
+
+
+@dataclass
+class _Trace:
+    """An episode in the making."""
+
+    episode_id: str
+    group_id: str
+    task_id: str
+    turns: list[Turn] = field(default_factory=list)
+    reward: float | None = None
+    stop_reason: StopReason = "invalid"
+    error: str | None = None
+    started_s: float = field(default_factory=time.time)
+    timings_s: dict[str, float] = field(default_factory=dict)
+
+    def phase(self, name: str) -> _Phase:
+        return _Phase(self, name)
+
+    def take_timings(self) -> dict[str, float]:
+        taken, self.timings_s = self.timings_s, {}
+        return taken
+
+    def fail(self, error: str) -> None:
+        self.error, self.stop_reason, self.reward = error, "invalid", None
+
+    def last_action(self) -> str | None:
+        """OSWorld's word for how the policy ended: DONE, FAIL, or None when it never said."""
+        action = self.turns[-1].action if self.turns else None
+        if not isinstance(action, TerminateAction):
+            return None
+        return "DONE" if action.status == "success" else "FAIL"
+
+    def trailing_format_errors(self) -> int:
+        count = 0
+        for turn in reversed(self.turns):
+            if turn.format_error is None:
+                break
+            count += 1
+        return count
+
+    def finish(self) -> Episode:
+        return Episode(
+            episode_id=self.episode_id,
+            group_id=self.group_id,
+            task_id=self.task_id,
+            turns=tuple(self.turns),
+            reward=self.reward,
+            stop_reason=self.stop_reason,
+            error=self.error,
+            started_s=self.started_s,
+            ended_s=time.time(),
+        )
+
+
+@dataclass
+class _Phase:
+    trace: _Trace
+    name: str
+    start_s: float = 0.0
+
+    def __enter__(self) -> None:
+        self.start_s = time.monotonic()
+
+    def __exit__(self, *_: object) -> None:
+        spent = time.monotonic() - self.start_s
+        self.trace.timings_s[self.name] = self.trace.timings_s.get(self.name, 0.0) + spent
