@@ -10,7 +10,7 @@ from slime_cua.config.base import ConfigModel
 
 
 class LossConfig(ConfigModel):
-    name: Literal["gspo", "grpo", "cispo"] = "gspo"
+    name: Literal["gspo", "grpo", "dapo", "cispo"] = "gspo"
     aggregate: Literal["step", "token"] = "step"
     """`step`: step-balanced GSPO (OS-Helix). `token`: standard GSPO."""
     pi_old: Literal["engine", "proximal", "behaviour"] = "engine"

@@ -156,7 +156,7 @@ class _LinearLogprob(torch.autograd.Function):
         head: _Head = ctx.head
         needs_hidden, needs_weight = ctx.needs_input_grad[:2]
         grad_hidden_RH = torch.zeros_like(hidden_RH, dtype=head.dtype) if needs_hidden else None
-        into = ctx.main_grad if ctx.main_grad is not None else None
+        into: torch.Tensor | None = ctx.main_grad
         if needs_weight and into is None:
             into = torch.zeros_like(weight_VH, dtype=head.dtype)
         for start in range(0, hidden_RH.shape[0], head.block_rows):
@@ -172,7 +172,7 @@ class _LinearLogprob(torch.autograd.Function):
             ).to(hidden_RH.dtype if hidden_RH.is_cuda else head.dtype)
             if grad_hidden_RH is not None:
                 grad_hidden_RH[rows] = _matmul(grad_BV, weight_VH, head.dtype)
-            if needs_weight:
+            if needs_weight and into is not None:
                 into.add_(_matmul(grad_BV.t(), hidden_RH[rows], head.dtype))
         if grad_hidden_RH is not None:
             if head.world > 1 and grad_hidden_RH.shape[0]:
