@@ -84,7 +84,7 @@ def tick(pixels: np.ndarray, box: Box, rgb: Rgb) -> None:
     """Draw a check mark that fills `box`."""
     x0, y0, x1, y1 = box
     size = min(x1 - x0, y1 - y0)
-    thick = max(2, size // 6)
+    thick = max(2, size // 5)
     turn = size * 2 // 5
     for step in range(size):
         height = (turn + step) if step < turn else (2 * turn + turn // 2 - step)
@@ -92,11 +92,18 @@ def tick(pixels: np.ndarray, box: Box, rgb: Rgb) -> None:
         fill(pixels, (x0 + step, top, x0 + step + 1, top + thick), rgb)
 
 
-def cross(pixels: np.ndarray, box: Box, rgb: Rgb, thick_px: int = 2) -> None:
+def plus(pixels: np.ndarray, box: Box, rgb: Rgb) -> None:
+    """Fill an upright cross whose bars are a third of `box` thick."""
+    x0, y0, x1, y1 = box
+    third_w, third_h = (x1 - x0) // 3, (y1 - y0) // 3
+    fill(pixels, (x0 + third_w, y0, x1 - third_w, y1), rgb)
+    fill(pixels, (x0, y0 + third_h, x1, y1 - third_h), rgb)
+
+
+def saltire(pixels: np.ndarray, box: Box, rgb: Rgb, thick_px: int = 2) -> None:
     """Draw the two diagonals of `box`."""
     x0, y0, x1, y1 = box
-    size = min(x1 - x0, y1 - y0)
-    for step in range(size):
+    for step in range(min(x1 - x0, y1 - y0)):
         fill(pixels, (x0 + step, y0 + step, x0 + step + thick_px, y0 + step + 1), rgb)
         fill(pixels, (x1 - step - thick_px, y0 + step, x1 - step, y0 + step + 1), rgb)
 
