@@ -81,3 +81,7 @@ class FrontierConfig(ConfigModel):
     """Share of uniform draws; above 0, no task starves."""
     success_threshold: float | None = None
     """null: a success is the episode's score in [0, 1]. Else: score above it."""
+    band: tuple[float, float] = (0.2, 0.8)
+    """Success rates inside the band of difficulty_bands."""
+    class_weights: dict[str, float] = {"skill_rescue": 3.5, "fallback": 1.75, "direct": 1.0, "uncovered": 0.5}
+    """For weighted_classes (MMSkill-RL's step labels)."""
