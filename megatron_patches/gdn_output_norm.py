@@ -21,7 +21,10 @@ def install(model: Any, config: Any) -> None:
     from megatron.core import mpu
 
     for name, parameter in model.named_parameters():
-        if name.endswith("self_attention.out_norm.weight") and getattr(parameter, "main_grad", None) is not None:
+        if (
+            name.endswith("self_attention.out_norm.weight")
+            and getattr(parameter, "main_grad", None) is not None
+        ):
             torch.distributed.all_reduce(parameter.main_grad, group=mpu.get_tensor_model_parallel_group())
 
 

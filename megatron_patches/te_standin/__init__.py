@@ -58,9 +58,7 @@ def install() -> None:
         **fp8,
     )
     add_module(f"{torch_side}.fp8", FP8GlobalStateManager=support.FP8GlobalStateManager, **fp8)
-    add_module(
-        f"{torch_side}.ops", **{n: support.unavailable(n) for n in ("Sequential", "FusibleOperation")}
-    )
+    add_module(f"{torch_side}.ops", **{n: support.unavailable(n) for n in ("Sequential", "FusibleOperation")})
     add_module(
         f"{torch_side}.distributed",
         CudaRNGStatesTracker=support.CudaRNGStatesTracker,
@@ -69,7 +67,9 @@ def install() -> None:
     )
     add_module(f"{torch_side}.tensor", QuantizedTensor=type("QuantizedTensor", (), {}))
     add_module(
-        f"{torch_side}.attention", _SplitAlongDim=support.SplitAlongDim, DotProductAttention=DotProductAttention
+        f"{torch_side}.attention",
+        _SplitAlongDim=support.SplitAlongDim,
+        DotProductAttention=DotProductAttention,
     )
     fused = ("fused_topk_with_score_function", "fused_compute_score_for_moe_aux_loss", "fused_moe_aux_loss")
     add_module(f"{torch_side}.router", **dict.fromkeys(fused))

@@ -67,7 +67,9 @@ class DotProductAttention(torch.nn.Module):
             mask=mask,
             bias=core_attention_bias,
         )
-        return y_BNLD.permute(2, 0, 1, 3).flatten(2) if layout == "sbhd" else y_BNLD.transpose(1, 2).flatten(2)
+        return (
+            y_BNLD.permute(2, 0, 1, 3).flatten(2) if layout == "sbhd" else y_BNLD.transpose(1, 2).flatten(2)
+        )
 
     def _packed(
         self,

@@ -65,7 +65,9 @@ class _ParallelLinear(TransformerEngineBaseModule):
             raise ValueError(f"parallel_mode {parallel_mode!r} must be None, 'column' or 'row'")
         split = out_features if parallel_mode == "column" else in_features
         if parallel_mode is not None and split % tp_size:
-            raise ValueError(f"{parallel_mode} linear of {split} features does not divide over tp_size {tp_size}")
+            raise ValueError(
+                f"{parallel_mode} linear of {split} features does not divide over tp_size {tp_size}"
+            )
         self.in_features = in_features // (tp_size if parallel_mode == "row" else 1)
         self.out_features = out_features // (tp_size if parallel_mode == "column" else 1)
         self.parallel_mode, self.tp_group, self.tp_size = parallel_mode, tp_group, tp_size
@@ -189,7 +191,9 @@ class GroupedLinear(_ParallelLinear):
     def forward(self, x: torch.Tensor, m_splits: Any, is_first_microbatch: bool | None = None) -> Any:
         parts = torch.split(x, [int(rows) for rows in m_splits], dim=0)
         outputs = [
-            F.linear(part, getattr(self, f"weight{i}"), getattr(self, f"bias{i}") if self.apply_bias else None)
+            F.linear(
+                part, getattr(self, f"weight{i}"), getattr(self, f"bias{i}") if self.apply_bias else None
+            )
             for i, part in enumerate(parts)
         ]
         y = torch.cat(outputs, dim=0)

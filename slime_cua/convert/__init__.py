@@ -1,0 +1,13 @@
+"""Hugging Face folders in and out, strictly."""
+
+from slime_cua.convert.expected import check_hf_folder, expected_shapes
+from slime_cua.convert.hf_folder import TensorInfo, copy_companions, read_config, tensor_table
+
+__all__ = [
+    "TensorInfo",
+    "check_hf_folder",
+    "copy_companions",
+    "expected_shapes",
+    "read_config",
+    "tensor_table",
+]

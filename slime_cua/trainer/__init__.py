@@ -1,0 +1,1 @@
+"""Megatron training: TrainerRank (one rank), LocalTrainerGroup (ranks on one machine), SupervisedTrainer (streams)."""

@@ -1,0 +1,42 @@
+"""Names and shapes that a Hugging Face config asks for, from transformers' own model class on the meta device."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from slime_cua.convert.hf_folder import TensorInfo, compare_tables, read_config, tensor_table
+from slime_cua.core.errors import CheckpointError
+
+PASSED_PREFIXES = ("mtp.",)
+"""Multi-token prediction heads: not part of the model class, carried along unchanged."""
+
+
+def check_hf_folder(hf_dir: Path | str) -> dict[str, TensorInfo]:
+    """The folder's tensors, after a strict check against its config: every name, every shape, no more, no less.
+
+    No weight is loaded. Raises CheckpointError with the first offending name.
+    """
+    read_config(hf_dir)
+    found = tensor_table(hf_dir)
+    compare_tables(found, expected_shapes(hf_dir), hf_dir, PASSED_PREFIXES)
+    return found
+
+
+def expected_shapes(hf_dir: Path | str) -> dict[str, tuple[int, ...]]:
+    """Tensor name -> shape in the checkpoint layout. Tied heads appear once, under the embedding's name."""
+    import torch
+    import transformers
+
+    try:
+        config = transformers.AutoConfig.from_pretrained(str(hf_dir))
+    except ValueError as error:
+        raise CheckpointError(f"{hf_dir}: transformers does not know this architecture: {error}") from None
+    names = getattr(config, "architectures", None) or []
+    model_class: Any = getattr(transformers, names[0], None) if names else None
+    if model_class is None:
+        raise CheckpointError(f"{hf_dir}: config.json names no architecture that transformers has: {names}")
+    with torch.device("meta"):
+        model = model_class(config)
+    tied = set(getattr(model, "all_tied_weights_keys", None) or {})
+    return {name: tuple(value.shape) for name, value in model.state_dict().items() if name not in tied}

@@ -1,0 +1,227 @@
+"""Checkpoints: Megatron's distributed format for resuming, Hugging Face folders for everybody else.
+
+A checkpoint is a folder step_XXXXXXXX with a manifest in it. It is written under another name, synced and renamed, so a folder
+with that name is whole; leftovers of an interrupted save are removed by the next one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from slime_cua.convert import TensorInfo, copy_companions
+from slime_cua.core.errors import CheckpointError
+from slime_cua.core.files import fsync_folder, write_atomic
+from slime_cua.trainer.model import PolicyModel
+from slime_cua.trainer.optimizer import Optimizer
+from slime_cua.trainer.runtime import Layout
+
+MANIFEST = "manifest.json"
+_UNFINISHED = ".unfinished-"
+_STEP = re.compile(r"step_(\d{8})")
+_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F64": torch.float64}
+_NAMED = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+def latest(folder: Path | str) -> int | None:
+    """The newest whole checkpoint's step in `folder`, or None."""
+    steps = [
+        int(match[1])
+        for path in (Path(folder).iterdir() if Path(folder).is_dir() else ())
+        if (match := _STEP.fullmatch(path.name)) and (path / MANIFEST).is_file()
+    ]
+    return max(steps, default=None)
+
+
+def step_folder(folder: Path | str, step: int) -> Path:
+    """Where the checkpoint of `step` is."""
+    return Path(folder) / f"step_{step:08d}"
+
+
+def save(folder: Path, step: int, model: PolicyModel, optimizer: Optimizer, layout: Layout) -> Path:
+    """Write a checkpoint and give its folder. A collective; the old one of the same step stays until the new is whole."""
+    from megatron.core import dist_checkpointing
+
+    target, draft = step_folder(folder, step), folder / f"{_UNFINISHED}step_{step:08d}"
+    if layout.rank == 0:
+        _remove_leftovers(folder)
+        draft.mkdir(parents=True)
+    dist.barrier()
+    dist_checkpointing.save(_state(model, optimizer, is_loading=False), str(draft), _save_strategy())
+    torch.save(_rank_state(layout), draft / f"rank_{layout.rank:05d}.pt")
+    dist.barrier()
+    if layout.rank == 0:
+        facts = {"step": step, "optimizer_steps": optimizer.num_steps, "world_size": layout.world_size}
+        files = {p.name: p.stat().st_size for p in sorted(draft.iterdir())}
+        write_atomic(draft / MANIFEST, json.dumps({**facts, "files": files}, indent=1).encode())
+        _publish(draft, target)
+    dist.barrier()
+    return target
+
+
+def restore(folder: Path, model: PolicyModel, optimizer: Optimizer, layout: Layout) -> int:
+    """Load the checkpoint `folder` (a step folder, or its parent: the newest). A collective. Gives the step.
+
+    Raises CheckpointError for one that is missing, incomplete, or of another model.
+    """
+    from megatron.core import dist_checkpointing
+    from megatron.core.dist_checkpointing.core import CheckpointingException
+    from megatron.core.dist_checkpointing.validation import StrictHandling
+
+    path, manifest = _find(folder)
+    state = _state(model, optimizer, is_loading=True)
+    try:
+        loaded = dist_checkpointing.load(state, str(path), strict=StrictHandling.RAISE_ALL)
+    except (CheckpointingException, KeyError, RuntimeError, ValueError) as error:
+        raise CheckpointError(f"{path} does not fit this model: {error}") from error
+    model.module.load_state_dict(loaded["model"])
+    optimizer.megatron.load_state_dict(loaded["optimizer"])
+    optimizer.num_steps = int(manifest["optimizer_steps"])
+    mine = path / f"rank_{layout.rank:05d}.pt"
+    if manifest["world_size"] == layout.world_size and mine.is_file():
+        _set_rank_state(torch.load(mine, weights_only=False))
+    return int(manifest["step"])
+
+
+def _find(folder: Path) -> tuple[Path, dict[str, Any]]:
+    step = latest(folder)
+    path = folder if step is None else step_folder(folder, step)
+    try:
+        manifest: dict[str, Any] = json.loads((path / MANIFEST).read_text())
+    except FileNotFoundError:
+        raise CheckpointError(f"{folder} holds no whole checkpoint (no {MANIFEST})") from None
+    for name, size in manifest["files"].items():
+        found = (path / name).stat().st_size if (path / name).is_file() else -1
+        if found != size:
+            raise CheckpointError(
+                f"{path / name} is missing or truncated: {found} bytes, the manifest says {size}"
+            )
+    return path, manifest
+
+
+def _state(model: PolicyModel, optimizer: Optimizer, is_loading: bool) -> dict[str, Any]:
+    """Sharded views of weights and optimiser, in model space, so that another layout can read them."""
+    metadata = {"distrib_optim_sharding_type": "fully_sharded_model_space"}
+    weights = model.module.sharded_state_dict(metadata=metadata)
+    moments = optimizer.megatron.sharded_state_dict(weights, is_loading=is_loading, metadata=metadata)
+    return {"model": weights, "optimizer": moments}
+
+
+def _save_strategy() -> Any:
+    """In-process writing: the default spawns writer processes, which costs seconds a save on small machines."""
+    from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
+
+    return TorchDistSaveShardedStrategy("torch_dist", 1, thread_count=1)
+
+
+def _rank_state(layout: Layout) -> dict[str, Any]:
+    from megatron.core import tensor_parallel
+
+    state = {"torch": torch.get_rng_state(), "tracker": tensor_parallel.get_cuda_rng_tracker().get_states()}
+    if layout.device.type == "cuda":
+        state["cuda"] = torch.cuda.get_rng_state()
+    return state
+
+
+def _set_rank_state(state: dict[str, Any]) -> None:
+    from megatron.core import tensor_parallel
+
+    torch.set_rng_state(state["torch"])
+    tensor_parallel.get_cuda_rng_tracker().set_states(state["tracker"])
+    if "cuda" in state:
+        torch.cuda.set_rng_state(state["cuda"])
+
+
+def _remove_leftovers(folder: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    for path in folder.glob(f"{_UNFINISHED}*"):
+        shutil.rmtree(path)
+
+
+def _publish(draft: Path, target: Path) -> None:
+    """Sync the files, then put the folder in its place by rename; an old one of that name goes last."""
+    for path in draft.rglob("*"):
+        if path.is_file():
+            with path.open("rb") as file:
+                os.fsync(file.fileno())
+    fsync_folder(draft)
+    old = target.with_name(f"{_UNFINISHED}old-{target.name}")
+    if target.exists():
+        target.rename(old)
+    draft.rename(target)
+    fsync_folder(target.parent)
+    if old.exists():
+        shutil.rmtree(old)
+
+
+def target_dtype(name: str, table: dict[str, TensorInfo], choice: str) -> torch.dtype:
+    """The dtype a tensor is given out in: "source" that of the folder loaded, else "fp32" or "bf16"."""
+    if choice != "source":
+        return _NAMED[choice]
+    return _DTYPES[table[name].dtype]
+
+
+def write_hf(
+    tensors: Iterable[tuple[str, torch.Tensor]],
+    source: Path,
+    target: Path,
+    table: dict[str, TensorInfo],
+    layout: Layout,
+) -> None:
+    """Write a Hugging Face folder: weights sharded as in `source`, every other file copied. All ranks iterate, rank 0 writes.
+
+    Tensors that `source` has and `tensors` does not (multi-token prediction heads) are copied unchanged.
+    """
+    from safetensors.torch import save_file
+
+    draft = target.with_name(f"{_UNFINISHED}{target.name}")
+    if layout.rank != 0:
+        for _ in tensors:
+            pass
+        dist.barrier()
+        return
+    if draft.exists():
+        shutil.rmtree(draft)
+    draft.mkdir(parents=True)
+    files: dict[str, dict[str, torch.Tensor]] = {}
+    left = {
+        file: sum(info.file == file for info in table.values()) for file in {i.file for i in table.values()}
+    }
+    for name, tensor in _with_untouched(tensors, source, table):
+        file = table[name].file
+        files.setdefault(file, {})[name] = tensor.cpu().contiguous().clone()
+        left[file] -= 1
+        if left[file] == 0:
+            save_file(files.pop(file), draft / file, metadata={"format": "pt"})
+    if files:
+        raise CheckpointError(f"the model gave no tensor for {left}: nothing was published to {target}")
+    copy_companions(source, draft)
+    index = source / "model.safetensors.index.json"
+    if index.is_file():
+        shutil.copyfile(index, draft / index.name)
+    _publish(draft, target)
+    dist.barrier()
+
+
+def _with_untouched(
+    tensors: Iterable[tuple[str, torch.Tensor]], source: Path, table: dict[str, TensorInfo]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    from safetensors import safe_open
+
+    seen = set()
+    for name, tensor in tensors:
+        if name not in table:
+            raise CheckpointError(f"the model gave a tensor {name} that {source} does not have")
+        seen.add(name)
+        yield name, tensor
+    for name in sorted(set(table) - seen):
+        with safe_open(source / table[name].file, framework="pt") as file:
+            yield name, file.get_tensor(name)

@@ -1,0 +1,83 @@
+"""Sums of a step, over micro-batches and ranks, and the means made from them.
+
+Names are those of slime_cua.observability.metrics: loss/... for reinforcement learning, sft/... for supervised steps.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from slime_cua.trainer.batch import STEP_TYPES
+from slime_cua.trainer.losses import LossInput
+from slime_cua.trainer.runtime import Layout, add_dicts
+
+
+class Totals:
+    """Adds up losses and statistics; nothing leaves the device before `reduce`."""
+
+    def __init__(self) -> None:
+        self._tensors: dict[str, torch.Tensor] = {}
+        self._counts: dict[str, float] = {}
+        self.values: dict[str, float] = {}
+        """Sums over the whole batch, after reduce."""
+
+    def add(self, loss: torch.Tensor, stats: dict[str, torch.Tensor], given: LossInput) -> None:
+        """One micro-batch."""
+        logp_R, batch = given.logp_R.detach(), given.batch
+        sums = {"loss": loss, "log_ratio_old_new": (batch.old_logp_R - logp_R).sum(), **stats}
+        if given.entropy_R is not None:
+            sums["entropy_sum"] = given.entropy_R.sum()
+        for name, value in sums.items():
+            self._tensors[name] = self._tensors.get(name, 0.0) + value.detach()
+        counts = {"microbatches": 1, "rows": batch.row_R.numel(), "packed": batch.num_tokens}
+        for name, number in {**counts, "padded": batch.token_ids_T.numel()}.items():
+            self._counts[name] = self._counts.get(name, 0.0) + number
+
+    def reduce(self, layout: Layout) -> None:
+        """Sum over data-parallel ranks; a collective that empty ranks join too."""
+        mine = dict(self._counts)
+        for name, tensor in self._tensors.items():
+            if tensor.dim() == 0:
+                mine[name] = float(tensor)
+            else:
+                mine.update({f"{name}/{k}": v for k, v in zip(STEP_TYPES, tensor.tolist(), strict=False)})
+        self.values = add_dicts(mine, layout)
+
+
+def named_metrics(values: dict[str, float], step: dict[str, float], loss: str) -> dict[str, float]:
+    """Metric name -> value from the sums of a batch and what the optimiser step said ({} when none was taken)."""
+    kind = "sft" if loss == "sft" else "loss"
+    rows = max(values.get("rows", 0.0), 1.0)
+    padded = values.get("padded", 0.0)
+    metrics = {
+        "sft/loss" if kind == "sft" else "loss/policy": values.get("loss", 0.0),
+        f"{kind}/grad_norm": step.get("grad_norm", 0.0),
+        f"{kind}/lr": step.get("lr", 0.0),
+        f"{kind}/num_trained_tokens": values.get("rows", 0.0),
+        f"{kind}/padding_share": 1 - values["packed"] / padded if padded else 0.0,
+        f"{kind}/num_microbatches": values.get("microbatches", 0.0),
+        f"{kind}/num_packed_tokens": values.get("packed", 0.0),
+        f"{kind}/is_skipped": step.get("skipped", 1.0),
+    }
+    if kind == "loss":
+        metrics["loss/kl"] = values.get("log_ratio_old_new", 0.0) / rows
+        metrics["loss/entropy"] = values.get("entropy_sum", 0.0) / rows
+        metrics.update(_ratio_means(values))
+    return metrics
+
+
+def _ratio_means(values: dict[str, float]) -> dict[str, float]:
+    """Means of the sums that the policy losses give."""
+    samples = values.get("num_samples", 0.0)
+    means: dict[str, float] = {}
+    if samples and "ratio_sum" in values:
+        means["loss/ratio_mean"] = values["ratio_sum"] / samples
+        means["loss/clip_fraction"] = values.get("clipped", 0.0) / samples
+    for kind in STEP_TYPES:
+        steps = values.get(f"steps_by_type/{kind}", 0.0)
+        if steps:
+            means[f"loss/clip_fraction/{kind}"] = values.get(f"clipped_steps_by_type/{kind}", 0.0) / steps
+            means[f"loss/step_share/{kind}"] = values.get(f"share_sum_by_type/{kind}", 0.0) / max(
+                samples, 1.0
+            )
+    return means

@@ -1,0 +1,168 @@
+"""The policy as a Megatron model: built and loaded by mcore-bridge, run packed, with the head on trained rows only.
+
+Legend: T packed tokens, R trained rows, H hidden size, V vocabulary rows of this rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import megatron_patches
+from slime_cua.config.trainer import TrainerConfig
+from slime_cua.kernels.linear_logprob import linear_logprob
+from slime_cua.trainer.batch import Microbatch
+from slime_cua.trainer.vision_attention import ATTENTION_NAME, register_vision_attention
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+class PolicyModel:
+    """A Megatron model of a Hugging Face folder. Call inside megatron_patches.cpu_scope()."""
+
+    def __init__(self, hf_dir: Path | str, config: TrainerConfig) -> None:
+        """Build and load. Check the folder first (slime_cua.convert.check_hf_folder): nothing here is strict."""
+        from mcore_bridge import ModelConfig, hf_to_mcore_config
+        from mcore_bridge.model import get_mcore_model
+        from transformers import AutoConfig
+
+        hf_config = AutoConfig.from_pretrained(str(hf_dir))
+        text_config = getattr(hf_config, "text_config", hf_config)
+        self.vocab_size = int(text_config.vocab_size)
+        self.config = ModelConfig(
+            **{**hf_to_mcore_config(hf_config), **_megatron_options(config, text_config)}
+        )
+        self.module = get_mcore_model(self.config)[0]
+        megatron_patches.apply_to_model(self.module, self.config)
+        self.config.bridge.load_weights([self.module], str(hf_dir))
+        self._text = getattr(self.module, "language_model", self.module)
+        self._text._forward_output_layer = self._select_rows
+        self._rows: torch.Tensor | None = None
+        self._image_tokens: torch.Tensor | None = None
+        self._tower = getattr(getattr(self.module, "visual", None), "visual", None)
+        if self._tower is not None:
+            register_vision_attention()
+            self._tower.config._attn_implementation = ATTENTION_NAME
+            self._tower.register_forward_hook(self._repeat_images)
+            if config.freeze_vision:
+                self._tower.requires_grad_(False)
+        self.runner: Any = self.module
+        """What a forward calls: the module, or Megatron's DistributedDataParallel around it."""
+
+    def logprobs(
+        self, batch: Microbatch, temperature: float, with_entropy: bool = False
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """(log-probs, entropies) of the trained rows under softmax(logits / temperature); fp32 [R].
+
+        The one forward path: old log-probs, reference log-probs and training all come from here.
+        """
+        hidden_RH = self._hidden_rows(batch)
+        return linear_logprob(
+            hidden_RH,
+            self._head_weight(),
+            batch.target_R,
+            temperature=temperature,
+            vocab_size=self.vocab_size,
+            tp_group=self._tp_group(),
+            with_entropy=with_entropy,
+        )
+
+    def export(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Hugging Face (name, whole tensor) pairs. All ranks must iterate to the end together."""
+        for name, tensor in self.config.bridge.export_weights([self.module]):
+            if tensor is not None:
+                yield name, tensor.detach()
+
+    def _hidden_rows(self, batch: Microbatch) -> torch.Tensor:
+        from megatron.core.packed_seq_params import PackedSeqParams
+
+        packed = PackedSeqParams(
+            qkv_format="thd",
+            cu_seqlens_q=batch.cu_seqlens,
+            cu_seqlens_kv=batch.cu_seqlens,
+            max_seqlen_q=batch.max_seqlen,
+            max_seqlen_kv=batch.max_seqlen,
+        )
+        images = (
+            {} if batch.patches is None else {"pixel_values": batch.patches, "image_grid_thw": batch.grid_I3}
+        )
+        self._rows, self._image_tokens = batch.row_R, batch.image_token_M
+        try:
+            rows_1RH = self.runner(
+                input_ids=batch.token_ids_T[None],
+                position_ids=self._positions(batch),
+                attention_mask=None,
+                packed_seq_params=packed,
+                **images,
+            )
+        finally:
+            self._rows = self._image_tokens = None
+        return rows_1RH[0]
+
+    def _positions(self, batch: Microbatch) -> torch.Tensor:
+        if self.config.position_embedding_type == "mrope":
+            return batch.positions_3T[:, None]
+        return batch.positions_3T[:1]
+
+    def _select_rows(self, hidden_states: torch.Tensor, **ignored: Any) -> torch.Tensor:
+        """In place of the output layer: the hidden states of the trained rows, [R, 1, H]."""
+        if self.config.sequence_parallel and self.config.tensor_model_parallel_size > 1:
+            from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+
+            # linear_logprob gives every rank the whole gradient, so the backward of this gather only slices.
+            hidden_states = gather_from_sequence_parallel_region(
+                hidden_states, tensor_parallel_output_grad=False
+            )
+        assert self._rows is not None
+        return hidden_states[:, 0].index_select(0, self._rows)[:, None]
+
+    def _repeat_images(self, module: Any, args: Any, output: Any) -> Any:
+        """The tower saw distinct images; give each occurrence its rows."""
+        if self._image_tokens is not None:
+            output.pooler_output = output.pooler_output.index_select(0, self._image_tokens)
+            features = getattr(output, "deepstack_features", None)
+            if features:
+                output.deepstack_features = [x.index_select(0, self._image_tokens) for x in features]
+        return output
+
+    def _head_weight(self) -> torch.Tensor:
+        if self._text.share_embeddings_and_output_weights:
+            return self._text.shared_embedding_or_output_weight()
+        return self._text.output_layer.weight
+
+    def _tp_group(self) -> Any:
+        from megatron.core import mpu
+
+        return mpu.get_tensor_model_parallel_group() if self.config.tensor_model_parallel_size > 1 else None
+
+
+def _megatron_options(config: TrainerConfig, text_config: Any) -> dict[str, Any]:
+    """What the Hugging Face config does not say: layout, precision, recompute, and fusions that need CUDA extensions."""
+    parallel = config.parallel
+    options: dict[str, Any] = {
+        "tensor_model_parallel_size": parallel.tp,
+        "sequence_parallel": parallel.sequence_parallel and parallel.tp > 1,
+        "expert_model_parallel_size": parallel.ep,
+        "params_dtype": DTYPES[config.dtype],
+        "bf16": config.dtype == "bf16",
+        "calculate_per_token_loss": True,
+        "gradient_accumulation_fusion": False,
+        "bias_activation_fusion": False,
+        "bias_dropout_fusion": False,
+        "masked_softmax_fusion": False,
+        "apply_rope_fusion": False,
+    }
+    if parallel.ep > 1:
+        options["expert_tensor_parallel_size"] = 1
+    layers = getattr(text_config, "layer_types", None)
+    if layers and hasattr(text_config, "linear_num_key_heads"):
+        # The bridge reads full_attention_interval only; layer_types says more.
+        options["linear_attention_freq"] = f"[{','.join(str(int(x == 'linear_attention')) for x in layers)}]"
+    if config.recompute == "full":
+        options.update(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
+    elif config.recompute == "selective":
+        options.update(recompute_granularity="selective")
+    return options

@@ -1,0 +1,94 @@
+"""Tiny random checkpoints of the real architectures, for tests. 1-D tensors get noise: norm gains of 1 prove nothing."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+
+IMAGE_TOKEN, VISION_START, VISION_END = 6, 3, 4
+FULL = ("full_attention",) * 3
+HYBRID = ("linear_attention", "linear_attention", "linear_attention", "full_attention")
+PREPROCESSOR = {
+    "image_processor_type": "Qwen2VLImageProcessorFast",
+    "processor_class": "Qwen3VLProcessor",
+    "patch_size": 16,
+    "merge_size": 2,
+    "temporal_patch_size": 2,
+    "size": {"shortest_edge": 1024, "longest_edge": 16777216},
+    "image_mean": [0.5, 0.5, 0.5],
+    "image_std": [0.5, 0.5, 0.5],
+    "do_rescale": True,
+    "do_normalize": True,
+    "do_resize": True,
+    "do_convert_rgb": True,
+}
+
+
+def make_qwen35(
+    folder: Path, layer_types: tuple[str, ...] = FULL, vocab_size: int = 384, is_tied: bool = True
+) -> Path:
+    """A Qwen3_5ForConditionalGeneration folder: hidden 64, 4 heads over 2, vision depth 2; bf16 weights."""
+    from transformers import Qwen3_5Config, Qwen3_5ForConditionalGeneration
+
+    config = Qwen3_5Config(
+        text_config={
+            "vocab_size": vocab_size,
+            "hidden_size": 64,
+            "intermediate_size": 128,
+            "num_hidden_layers": len(layer_types),
+            "layer_types": list(layer_types),
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 32,
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "linear_key_head_dim": 16,
+            "linear_value_head_dim": 16,
+            "max_position_embeddings": 4096,
+            "tie_word_embeddings": is_tied,
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 10000.0,
+                "mrope_section": [2, 1, 1],
+                "mrope_interleaved": True,
+                "partial_rotary_factor": 0.25,
+            },
+            "eos_token_id": 1,
+            "pad_token_id": 0,
+        },
+        vision_config={
+            "depth": 2,
+            "hidden_size": 64,
+            "intermediate_size": 128,
+            "num_heads": 2,
+            "patch_size": 16,
+            "spatial_merge_size": 2,
+            "temporal_patch_size": 2,
+            "out_hidden_size": 64,
+            "num_position_embeddings": 64,
+        },
+        image_token_id=IMAGE_TOKEN,
+        video_token_id=7,
+        vision_start_token_id=VISION_START,
+        vision_end_token_id=VISION_END,
+        tie_word_embeddings=is_tied,
+    )
+    torch.manual_seed(0)
+    model = Qwen3_5ForConditionalGeneration(config)
+    _write(model.to(torch.bfloat16), folder)
+    return folder
+
+
+def _write(model: torch.nn.Module, folder: Path) -> None:
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            noise = torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
+            if parameter.dim() > 1:
+                parameter.copy_(noise * 0.06)
+            else:
+                parameter.add_(noise * 0.2)
+    model.save_pretrained(folder)  # type: ignore[operator]
+    (folder / "preprocessor_config.json").write_text(json.dumps(PREPROCESSOR))
