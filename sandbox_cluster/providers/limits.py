@@ -1,0 +1,163 @@
+"""Memory, process and CPU limits of a desktop: cgroup v2 where delegated, else v1, else per-process limits only.
+
+A desktop's groups are named after its owner's label and slot, joined before the sandbox starts, and removed with it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+import signal
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from slime_cua.config.sandbox import DesktopConfig
+
+ROOT = Path("/sys/fs/cgroup")
+FOLDER = "slime_cua"
+_OPEN_FILES = 4096
+_CPU_PERIOD_US = 100_000
+
+
+@dataclass(frozen=True)
+class Backend:
+    """Where groups can be made: version 2 (one folder), version 1 (one folder a controller), or 0 (nowhere)."""
+
+    version: int
+    folders: tuple[Path, ...] = ()
+
+
+def find_backend(root: Path = ROOT) -> Backend:
+    """The best backend of this machine; probing makes our parent folder where that is allowed."""
+    own = _own_v2_folder(root)
+    if own is not None and _can_make(own / FOLDER, "memory.max"):
+        return Backend(2, (own / FOLDER,))
+    controllers = {"memory": "memory.limit_in_bytes", "pids": "pids.max"}
+    folders = [root / name / FOLDER for name, _ in controllers.items()]
+    if all(_can_make(folder, file) for folder, file in zip(folders, controllers.values(), strict=True)):
+        return Backend(1, tuple(folders))
+    return Backend(0)
+
+
+def make_groups(backend: Backend, name: str, config: DesktopConfig) -> tuple[Path, ...]:
+    """Fresh groups called `name` with the limits of `config`. OSError when the kernel refuses."""
+    memory_bytes = config.memory_mb << 20
+    groups = tuple(folder / name for folder in backend.folders)
+    for group in groups:
+        remove_groups((group,))
+        group.mkdir(parents=True)
+    if backend.version == 2:
+        _write(groups[0] / "memory.max", memory_bytes)
+        _write(groups[0] / "memory.swap.max", 0, must=False)
+        _write(groups[0] / "pids.max", config.num_processes)
+    elif backend.version == 1:
+        _write(groups[0] / "memory.limit_in_bytes", memory_bytes)
+        _write(groups[0] / "memory.memsw.limit_in_bytes", memory_bytes, must=False)
+        _write(groups[1] / "pids.max", config.num_processes)
+    return groups
+
+
+def join(groups: tuple[Path, ...], pid: int) -> None:
+    """Put process `pid` (still without children) into the groups."""
+    for group in groups:
+        _write(group / "cgroup.procs", pid)
+
+
+def remove_groups(groups: tuple[Path, ...], timeout_s: float = 5.0) -> None:
+    """Kill what is left in the groups and remove them. Missing ones are fine; raises nothing."""
+    deadline = time.monotonic() + timeout_s
+    for group in groups:
+        while group.is_dir() and time.monotonic() < deadline:
+            with contextlib.suppress(OSError):
+                group.rmdir()
+                break
+            for pid in _members(group):
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.kill(pid, signal.SIGKILL)
+            time.sleep(0.005)
+
+
+def process_limits(config: DesktopConfig, backend: Backend, is_own_user: bool) -> list[str]:
+    """A `prlimit` command line before the program: what it hands down to all it starts.
+
+    Open files, no core dumps, file size, processes of its user (not `is_own_user`: the caller's other processes count,
+    too), and without groups the data memory of each process.
+    """
+    others = 0 if is_own_user else _processes_of(os.getuid())
+    limits = {
+        "nofile": (resource.RLIMIT_NOFILE, _OPEN_FILES),
+        "core": (resource.RLIMIT_CORE, 0),
+        "fsize": (resource.RLIMIT_FSIZE, config.disk_mb << 20),
+        "nproc": (resource.RLIMIT_NPROC, others + config.num_processes),
+    }
+    if backend.version == 0:
+        limits["data"] = (resource.RLIMIT_DATA, config.memory_mb << 20)
+    line = ["/usr/bin/prlimit"]
+    for name, (kind, value) in limits.items():
+        _, hard = resource.getrlimit(kind)
+        line.append(f"--{name}={value if hard == resource.RLIM_INFINITY else min(value, hard)}")
+    return line
+
+
+def memory_bytes(groups: tuple[Path, ...]) -> int | None:
+    """Memory in use by the desktop of `groups`; None without groups."""
+    for group in groups:
+        for file in ("memory.current", "memory.usage_in_bytes"):
+            with contextlib.suppress(OSError):
+                return int((group / file).read_text())
+    return None
+
+
+def _own_v2_folder(root: Path) -> Path | None:
+    for mount in (root, root / "unified"):
+        if (mount / "cgroup.controllers").is_file():
+            for line in Path("/proc/self/cgroup").read_text().splitlines():
+                if line.startswith("0::"):
+                    return mount / line[3:].lstrip("/")
+    return None
+
+
+def _can_make(folder: Path, file: str) -> bool:
+    """Our parent folder exists and groups inside have the wanted controller. Tried with a group that is removed again."""
+    probe = folder / f"probe-{os.getpid()}"
+    try:
+        if not folder.parent.is_dir():
+            return False
+        with contextlib.suppress(OSError):
+            (folder.parent / "cgroup.subtree_control").write_text("+memory +pids")
+        folder.mkdir(exist_ok=True)
+        with contextlib.suppress(OSError):
+            (folder / "cgroup.subtree_control").write_text("+memory +pids")
+        probe.mkdir()
+        is_there = (probe / file).is_file() and os.access(probe / file, os.W_OK)
+        probe.rmdir()
+        return is_there
+    except OSError:
+        return False
+
+
+def _members(group: Path) -> list[int]:
+    try:
+        return [int(pid) for pid in (group / "cgroup.procs").read_text().split()]
+    except OSError:
+        return []
+
+
+def _processes_of(uid: int) -> int:
+    count = 0
+    for folder in Path("/proc").iterdir():
+        if folder.name.isdigit():
+            with contextlib.suppress(OSError):
+                if folder.stat().st_uid == uid:
+                    count += sum(1 for _ in (folder / "task").iterdir())
+    return count
+
+
+def _write(file: Path, value: int, must: bool = True) -> None:
+    try:
+        file.write_text(str(value))
+    except OSError:
+        if must:
+            raise

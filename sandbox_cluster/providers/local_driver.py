@@ -1,0 +1,172 @@
+"""The driver of a local desktop: X connection, framebuffer and agent link of one sandbox."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Sequence
+
+from sandbox_cluster.api import ExecuteReply, Settle
+from sandbox_cluster.guest.events import InputEvent, Pause
+from sandbox_cluster.guest.home import WM_CONFIG, home_files, x_resources
+from sandbox_cluster.guest.link import AgentLink, read_memory_file, socket_of
+from sandbox_cluster.guest.player import Player
+from sandbox_cluster.guest.screen import Framebuffer
+from sandbox_cluster.guest.x11 import XConnection
+from sandbox_cluster.providers.base import DEFAULT_FILE_BYTES, Capture, Command
+from slime_cua.config.sandbox import DesktopConfig
+from slime_cua.core.errors import SandboxError
+
+ANSWER_TIMEOUT_S = 20.0
+"""For a file or a process start; programs get their own time-out on top."""
+MIN_POLL_S = 0.01
+WM_POLL_S = 0.01
+
+
+class LocalDriver:
+    """One running local desktop. `end` is the provider's way to take the sandbox down."""
+
+    def __init__(self, config: DesktopConfig, link: AgentLink, end: Callable[[], Awaitable[None]]) -> None:
+        self._config = config
+        self._link = link
+        self._end = end
+        self._x: XConnection | None = None
+        self._player: Player | None = None
+        self._screen: Framebuffer | None = None
+
+    @property
+    def screen_wh_px(self) -> tuple[int, int]:
+        return self._config.screen_wh_px
+
+    @property
+    def is_alive(self) -> bool:
+        return not self._link.ended.is_set()
+
+    async def start(self) -> None:
+        """HOME, X, window manager, in this order; returns when the window manager answers."""
+        ask, wait_s = self._link.ask, self._config.boot_timeout_s
+        files = home_files(self._config)
+        entries = [[file.path, file.mode, len(file.data)] for file in files]
+        data = b"".join(file.data for file in files)
+        unpacked, _ = await asyncio.gather(ask("unpack", {"entries": entries}, wait_s, data), self._start_x())
+        unpacked.close()
+        argv = ["openbox", "--sm-disable", "--config-file", WM_CONFIG]
+        await self.run(Command(tuple(argv), cwd="/", is_detached=True))
+        while not await asyncio.to_thread(self._has_window_manager):  # noqa: ASYNC110 -- nothing tells us
+            await asyncio.sleep(WM_POLL_S)
+
+    async def _start_x(self) -> None:
+        with await self._link.ask(
+            "start_x", {"wh": self.screen_wh_px}, self._config.boot_timeout_s
+        ) as answer:
+            connection = socket_of(answer.take())
+            self._screen = Framebuffer(answer.take(), self.screen_wh_px)
+        self._x = await asyncio.to_thread(XConnection, connection)
+        self._player = await asyncio.to_thread(self._dress)
+
+    async def act(self, events: Sequence[InputEvent], settle: Settle) -> Capture:
+        try:
+            for part in _parts(events):
+                if isinstance(part, Pause):
+                    await asyncio.sleep(part.seconds)
+                else:
+                    await asyncio.to_thread(self._parts_needed()[1].play, part)
+            is_settled = await self._settle(settle)
+            screen = self._parts_needed()[2]
+            png = await asyncio.to_thread(screen.last_png)
+        except OSError as error:
+            raise SandboxError(f"the desktop's screen is gone: {error}") from error
+        return Capture(png, *self.screen_wh_px, time_s=time.time(), is_settled=is_settled)
+
+    async def run(self, command: Command) -> ExecuteReply:
+        values = {
+            "argv": command.argv,
+            "cwd": command.cwd,
+            "timeout": command.timeout_s,
+            "cap": command.max_output_bytes,
+            "merged": command.is_merged,
+            "detached": command.is_detached,
+            "suffix": command.script_suffix,
+        }
+        wait_s = ANSWER_TIMEOUT_S + (0 if command.is_detached else command.timeout_s)
+        with await self._link.ask("run", values, wait_s, command.script) as answer:
+            texts = [
+                read_memory_file(file, command.max_output_bytes).decode(errors="replace")
+                for file in answer.files
+            ]
+            stdout, stderr = (*texts, "", "")[:2]
+            code = answer.values.get("rc")
+            return ExecuteReply(
+                stdout=stdout,
+                stderr=stderr,
+                returncode=code if isinstance(code, int) else None,
+                is_timeout=bool(answer.values.get("timeout")),
+                is_truncated=bool(answer.values.get("cut")),
+            )
+
+    async def put_file(self, path: str, data: bytes) -> None:
+        (await self._link.ask("put", {"path": path}, ANSWER_TIMEOUT_S, data)).close()
+
+    async def get_file(self, path: str, max_bytes: int = DEFAULT_FILE_BYTES) -> bytes:
+        with await self._link.ask("get", {"path": path, "max": max_bytes}, ANSWER_TIMEOUT_S) as answer:
+            file = answer.files[0] if answer.files else answer.take()
+            return await asyncio.to_thread(read_memory_file, file, max_bytes)
+
+    async def kill(self) -> None:
+        self._link.close()
+        for part in (self._x, self._screen):
+            if part is not None:
+                part.close()
+        await self._end()
+
+    def _parts_needed(self) -> tuple[XConnection, Player, Framebuffer]:
+        if self._x is None or self._player is None or self._screen is None or not self.is_alive:
+            raise SandboxError("the desktop is gone")
+        return self._x, self._player, self._screen
+
+    async def _settle(self, settle: Settle) -> bool:
+        """Read the screen until it stayed equal for quiet_ms (true) or max_ms are over (false)."""
+        x, _, screen = self._parts_needed()
+        await asyncio.to_thread(x.sync)
+        started = changed = time.monotonic()
+        checksum = await asyncio.to_thread(screen.read)
+        quiet_s, max_s = settle.quiet_ms / 1000, settle.max_ms / 1000
+        while max_s > 0:
+            now = time.monotonic()
+            if now - changed >= quiet_s:
+                return True
+            if now - started >= max_s:
+                return False
+            await asyncio.sleep(max(MIN_POLL_S, min(quiet_s / 2, started + max_s - now)))
+            read_s = time.monotonic()
+            previous, checksum = checksum, await asyncio.to_thread(screen.read)
+            if checksum != previous:
+                changed = read_s
+        return False
+
+    def _dress(self) -> Player:
+        x = self._x
+        assert x is not None
+        if tuple(x.wh_px) != self.screen_wh_px:
+            raise SandboxError(f"the X screen is {x.wh_px}, not {self.screen_wh_px}")
+        x.set_text_property(x.root, "RESOURCE_MANAGER", x_resources(self._config))
+        x.set_background(int(self._config.background[1:], 16))
+        x.sync()
+        return Player(x)
+
+    def _has_window_manager(self) -> bool:
+        x = self._parts_needed()[0] if self._player else None
+        return x is not None and bool(x.property_words(x.root, "_NET_SUPPORTING_WM_CHECK"))
+
+
+def _parts(events: Sequence[InputEvent]) -> list[Pause | list[InputEvent]]:
+    """`events` cut at its pauses."""
+    parts: list[Pause | list[InputEvent]] = []
+    for event in events:
+        if isinstance(event, Pause):
+            parts.append(event)
+        elif parts and isinstance(parts[-1], list):
+            parts[-1].append(event)
+        else:
+            parts.append([event])
+    return parts
