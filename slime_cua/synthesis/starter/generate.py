@@ -1,4 +1,4 @@
-"""Generate starter tasks: `python -m slime_cua.synthesis.starter.generate --out tasks/starter --train 80 --heldout 20`.
+"""Generate starter tasks: `python -m slime_cua.synthesis.starter.generate --out tasks/starter --train 64 --heldout 20`.
 
 An instance is a function of family, split and seed. To which split a draft may go is decided by a hash of its key (what
 makes two instances near-duplicates), so no seed and no number of instances brings one idea into both splits.
@@ -145,7 +145,7 @@ def _dump(actions: tuple[Action, ...]) -> list[dict[str, Any]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Generate the starter tasks.")
     parser.add_argument("--out", type=Path, default=Path("tasks/starter"))
-    parser.add_argument("--train", type=int, default=80, help="instances a family")
+    parser.add_argument("--train", type=int, default=64, help="instances a family")
     parser.add_argument("--heldout", type=int, default=20, help="instances a family")
     args = parser.parse_args()
     total = write_tasks(args.out, {"train": args.train, "heldout": args.heldout})

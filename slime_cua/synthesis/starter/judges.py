@@ -14,12 +14,12 @@ _STATE_RULE = """def call_rule_judge_1(result, expected):
     import hashlib, json
     try:
         with open(result) as file:
-            state = json.load(file)
+            state = json.loads(file.read(100000))
         events = state["events"]
         tag = hashlib.sha256(({secret!r} + json.dumps(events)).encode()).hexdigest()
         if tag != state["tag"]:
             return 0.0
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return 0.0
     return float({rule})
 """

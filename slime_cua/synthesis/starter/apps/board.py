@@ -14,7 +14,6 @@ import os
 import select
 import sys
 import time
-import tkinter
 
 START_TIMEOUT_S = 20.0
 POLL_MS = 150
@@ -22,90 +21,19 @@ INK = "#202020"
 FONT = ("DejaVu Sans", -22, "bold")
 
 
-class Surface:
-    """A window and its canvas. Things are drawn at their screen place, wherever the window manager puts the window."""
-
-    def __init__(self, board, window, spec):
-        self.board, self.window, self.spec = board, window, spec
-        self.canvas = tkinter.Canvas(window, highlightthickness=0, background=spec["fill"])
-        self.canvas.pack(fill="both", expand=True)
-        self.canvas.bind("<Configure>", lambda _: self.draw())
-        self.canvas.bind("<Button-1>", self.click)
-        self.marked = set()
-
-    def draw(self):
-        canvas = self.canvas
-        canvas.delete("all")
-        canvas.configure(background=self.spec["fill"])
-        for thing in self.spec["things"]:
-            x, y, w, h = thing["box"]
-            draw_thing(canvas, thing, x - canvas.winfo_rootx(), y - canvas.winfo_rooty(), w, h, self)
-
-    def click(self, event):
-        self.window.lift()
-        for thing in reversed(self.spec["things"]):
-            x, y, w, h = thing["box"]
-            if x <= event.x_root < x + w and y <= event.y_root < y + h:
-                self.board.use(self, thing)
-                break
-        if self.canvas.winfo_exists():
-            self.draw()
-
-
-def outline(shape, x, y, w, h):
-    """Corner points of a polygon in the box."""
-    if shape == "triangle":
-        return [x + w / 2, y, x + w, y + h, x, y + h]
-    if shape == "cross":
-        a, b = w / 3, h / 3
-        steps = [(a, 0), (2 * a, 0), (2 * a, b), (w, b), (w, 2 * b), (2 * a, 2 * b), (2 * a, h), (a, h)]
-        steps += [(a, 2 * b), (0, 2 * b), (0, b), (a, b)]
-        return [value for dx, dy in steps for value in (x + dx, y + dy)]
-    return [x, y, x + w, y, x + w, y + h, x, y + h]
-
-
-def draw_thing(canvas, thing, x, y, w, h, surface):
-    """One thing at canvas place x, y."""
-    is_marked = thing["id"] in surface.marked
-    style = {"fill": thing["fill"], "outline": INK, "width": 7 if is_marked else 2}
-    if thing.get("shape") == "circle":
-        canvas.create_oval(x, y, x + w, y + h, **style)
-    else:
-        canvas.create_polygon(outline(thing.get("shape"), x, y, w, h), **style)
-    kind = thing["kind"]
-    if kind == "box" and is_marked:
-        points = [x + w * 0.2, y + h * 0.5, x + w * 0.42, y + h * 0.75, x + w * 0.8, y + h * 0.25]
-        canvas.create_line(points, fill=INK, width=9)
-    if kind == "close":
-        canvas.create_line(x + w * 0.3, y + h * 0.3, x + w * 0.7, y + h * 0.7, fill="#ffffff", width=7)
-        canvas.create_line(x + w * 0.7, y + h * 0.3, x + w * 0.3, y + h * 0.7, fill="#ffffff", width=7)
-    if kind == "field":
-        canvas.create_rectangle(x + 8, y + 8, x + w - 8, y + h - 8, fill="#ffffff", outline=INK)
-        text = surface.board.texts[thing["id"]] + ("|" if surface.board.field == thing["id"] else "")
-        canvas.create_text(x + 16, y + h / 2, text=text, anchor="w", font=FONT, fill=INK)
-    elif thing.get("text"):
-        canvas.create_text(x + w / 2, y + h / 2, text=thing["text"], font=FONT, fill="#ffffff")
-
-
-class Board:
-    """State of all windows and what the things do."""
+class Model:
+    """What is on the board and what was done: everything but the drawing."""
 
     def __init__(self, spec):
         self.spec = spec
-        self.events, self.ticked, self.texts, self.field = [], set(), {}, None
+        self.parts = [spec, *spec.get("windows", [])]
+        """The board and its open windows, the last one on top."""
+        self.events, self.marked, self.ticked, self.texts, self.field = [], set(), set(), {}, None
         self.is_locked = False
-        for part in [spec, *spec.get("windows", [])]:
+        for part in self.parts:
             self.texts.update({thing["id"]: "" for thing in part["things"] if thing["kind"] == "field"})
-        self.root = tkinter.Tk(className="Board")
-        self.root.title("board")
-        self.root.geometry("{}x{}+0+0".format(*spec["screen"]))
-        self.root.attributes("-zoomed", True)
-        self.surfaces = [Surface(self, self.root, spec)]
-        self.root.bind_all("<Key>", self.key)
-        self.root.protocol("WM_DELETE_WINDOW", lambda: None)
         self.save()
-        if spec.get("theme"):
-            self.apply_theme()
+        self.read_theme()
 
     def record(self, *event):
         self.events.append(list(event))
@@ -115,84 +43,154 @@ class Board:
         tag = hashlib.sha256((self.spec["key"] + json.dumps(self.events)).encode()).hexdigest()
         write(self.spec["state"], json.dumps({"events": self.events, "tag": tag}))
 
-    def use(self, surface, thing):
-        """A click on a thing."""
+    def click(self, x, y):
+        """A click at a screen place: it goes to the uppermost part there."""
+        for part in reversed(self.parts):
+            if part is self.spec or is_in(part["box"], x, y):
+                return self.click_part(part, x, y)
+
+    def click_part(self, part, x, y):
+        if part is not self.spec:
+            self.parts.remove(part)
+            self.parts.append(part)
+        for thing in reversed(part["things"]):
+            if is_in(thing["box"], x, y):
+                return self.use(part, thing)
+
+    def use(self, part, thing):
         kind, name = thing["kind"], thing["id"]
         if kind in ("close", "answer"):
+            self.parts.remove(part)
             self.record(kind, name)
-            self.surfaces.remove(surface)
-            surface.window.destroy()
         elif kind == "swatch":
             write(self.spec["theme"], name + "\n")
-            self.apply_theme(once=True)
+            self.read_theme()
         elif self.is_locked:
             return
         elif kind == "press":
-            surface.marked.add(name)
+            self.marked.add(name)
             self.record(kind, name)
         elif kind == "box":
-            surface.marked ^= {name}
+            self.marked ^= {name}
             self.ticked ^= {name}
         elif kind == "field":
             self.field = name
         elif kind == "done":
-            surface.marked.add(name)
-            self.finish()
+            self.marked.add(name)
+            self.hand_in()
 
-    def close(self, surface):
+    def close(self, part):
         """The window manager's own way to close a window; works where the window has something to close it by."""
-        for thing in surface.spec["things"]:
+        for thing in part["things"]:
             if thing["kind"] == "close":
-                self.use(surface, thing)
+                self.use(part, thing)
 
-    def finish(self):
-        """Done or ok: the form is handed in once."""
+    def hand_in(self):
+        """Done, ok or enter: once, then nothing changes any more."""
         self.is_locked = True
         self.field = None
         self.record("done", sorted(self.ticked), self.texts)
 
-    def key(self, event):
+    def key(self, name, char):
+        """A key went down: X name and the character that it types, if any."""
         if self.field is None:
             return
-        if event.keysym in ("Return", "KP_Enter"):
-            self.finish()
-        elif event.keysym == "BackSpace":
+        if name in ("Return", "KP_Enter"):
+            self.hand_in()
+        elif name == "BackSpace":
             self.texts[self.field] = self.texts[self.field][:-1]
-        elif event.char.isprintable() and event.char and not event.state & 4:
-            self.texts[self.field] += event.char
-        for surface in self.surfaces:
-            surface.draw()
+        elif char and char.isprintable():
+            self.texts[self.field] += char
 
-    def apply_theme(self, once=False):
-        """Show the theme named in the file; look again later, a program may write it, too."""
-        name = read(self.spec["theme"]).strip()
-        fill = self.spec["themes"].get(name)
-        if fill and fill != self.spec["fill"]:
-            self.spec["fill"] = fill
-            self.surfaces[0].draw()
-        if not once:
-            self.root.after(POLL_MS, self.apply_theme)
+    def read_theme(self):
+        """Take the theme named in its file, if any; True when that changed the board."""
+        name = read(self.spec["theme"]).strip() if "theme" in self.spec else ""
+        fill = self.spec.get("themes", {}).get(name, self.spec["fill"])
+        is_new = fill != self.spec["fill"]
+        self.spec["fill"] = fill
+        return is_new
+
+
+class Surface:
+    """A window and its canvas. Things are drawn at their screen place, wherever the window manager puts the window."""
+
+    def __init__(self, view, window, part):
+        self.view, self.window, self.part = view, window, part
+        self.canvas = view.tk.Canvas(window, highlightthickness=0, background=part["fill"])
+        self.canvas.pack(fill="both", expand=True)
+        self.canvas.bind("<Configure>", lambda _: self.draw())
+        self.canvas.bind("<Button-1>", self.click)
+
+    def draw(self):
+        canvas = self.canvas
+        canvas.delete("all")
+        canvas.configure(background=self.part["fill"])
+        for thing in self.part["things"]:
+            x, y, w, h = thing["box"]
+            draw_thing(
+                canvas, thing, x - canvas.winfo_rootx(), y - canvas.winfo_rooty(), w, h, self.view.model
+            )
+
+    def click(self, event):
+        if self.part is not self.view.model.spec:
+            self.window.lift()
+        self.view.model.click_part(self.part, event.x_root, event.y_root)
+        self.view.refresh()
+
+
+class View:
+    """The windows of a model."""
+
+    def __init__(self, model):
+        import tkinter
+
+        self.tk, self.model = tkinter, model
+        self.root = tkinter.Tk(className="Board")
+        self.root.title("board")
+        self.root.geometry("{}x{}+0+0".format(*model.spec["screen"]))
+        self.root.attributes("-zoomed", True)
+        self.root.protocol("WM_DELETE_WINDOW", lambda: None)
+        self.root.bind_all("<Key>", self.key)
+        self.surfaces = [Surface(self, self.root, model.spec)]
+
+    def key(self, event):
+        self.model.key(event.keysym, "" if event.state & 4 else event.char)
+        self.refresh()
+
+    def refresh(self):
+        """Show the model as it is now."""
+        for surface in list(self.surfaces):
+            if surface.part in self.model.parts:
+                surface.draw()
+            else:
+                self.surfaces.remove(surface)
+                surface.window.destroy()
+
+    def watch_theme(self):
+        """A program may write the theme's file, too."""
+        if self.model.read_theme():
+            self.refresh()
+        self.root.after(POLL_MS, self.watch_theme)
 
     def open_window(self, part):
         """A window in front, moved until its inside is at the place that the spec says."""
         x, y, w, h = part["box"]
-        window = tkinter.Toplevel(self.root)
+        window = self.tk.Toplevel(self.root)
         window.title("window")
         window.transient(self.root)
         window.attributes("-type", "dialog")
         window.geometry(f"{w}x{h}+{x}+{y}")
+        window.protocol("WM_DELETE_WINDOW", lambda: (self.model.close(part), self.refresh()))
         surface = Surface(self, window, part)
-        window.protocol("WM_DELETE_WINDOW", lambda: self.close(surface))
         self.surfaces.append(surface)
-        self.settle(surface)
         left, top = x, y
-        for _ in range(3):
+        for _ in range(4):
+            self.settle(surface)
             dx, dy = x - surface.canvas.winfo_rootx(), y - surface.canvas.winfo_rooty()
             if not dx and not dy:
                 return
             left, top = left + dx, top + dy
             window.geometry(f"{w}x{h}+{left}+{top}")
-            self.settle(surface)
         raise RuntimeError(f"the window manager keeps a window away from its place {part['box']}")
 
     def settle(self, surface):
@@ -210,13 +208,53 @@ class Board:
 
     def show(self):
         self.settle(self.surfaces[0])
-        for part in self.spec.get("windows", []):
+        for part in self.model.parts[1:]:
             self.open_window(part)
         self.surfaces[-1].window.focus_force()
-        for surface in self.surfaces:
-            surface.draw()
+        self.refresh()
+        if "theme" in self.model.spec:
+            self.watch_theme()
         self.root.update()
         self.root.winfo_pointerxy()  # a round trip: the server has drawn what was asked
+
+
+def is_in(box, x, y):
+    return box[0] <= x < box[0] + box[2] and box[1] <= y < box[1] + box[3]
+
+
+def outline(shape, x, y, w, h):
+    """Corner points of a polygon in the box."""
+    if shape == "triangle":
+        return [x + w / 2, y, x + w, y + h, x, y + h]
+    if shape == "cross":
+        a, b = w / 3, h / 3
+        steps = [(a, 0), (2 * a, 0), (2 * a, b), (w, b), (w, 2 * b), (2 * a, 2 * b), (2 * a, h), (a, h)]
+        steps += [(a, 2 * b), (0, 2 * b), (0, b), (a, b)]
+        return [value for dx, dy in steps for value in (x + dx, y + dy)]
+    return [x, y, x + w, y, x + w, y + h, x, y + h]
+
+
+def draw_thing(canvas, thing, x, y, w, h, model):
+    """One thing at canvas place x, y."""
+    is_marked = thing["id"] in model.marked
+    style = {"fill": thing["fill"], "outline": INK, "width": 7 if is_marked else 2}
+    if thing.get("shape") == "circle":
+        canvas.create_oval(x, y, x + w, y + h, **style)
+    else:
+        canvas.create_polygon(outline(thing.get("shape"), x, y, w, h), **style)
+    kind = thing["kind"]
+    if kind == "box" and is_marked:
+        points = [x + w * 0.2, y + h * 0.5, x + w * 0.42, y + h * 0.75, x + w * 0.8, y + h * 0.25]
+        canvas.create_line(points, fill=INK, width=9)
+    if kind == "close":
+        canvas.create_line(x + w * 0.3, y + h * 0.3, x + w * 0.7, y + h * 0.7, fill="#ffffff", width=7)
+        canvas.create_line(x + w * 0.7, y + h * 0.3, x + w * 0.3, y + h * 0.7, fill="#ffffff", width=7)
+    if kind == "field":
+        canvas.create_rectangle(x + 8, y + 8, x + w - 8, y + h - 8, fill="#ffffff", outline=INK)
+        text = model.texts[thing["id"]] + ("|" if model.field == thing["id"] else "")
+        canvas.create_text(x + 16, y + h / 2, text=text, anchor="w", font=FONT, fill=INK)
+    elif thing.get("text"):
+        canvas.create_text(x + w / 2, y + h / 2, text=thing["text"], font=FONT, fill="#ffffff")
 
 
 def read(path):
@@ -228,7 +266,7 @@ def read(path):
 
 
 def write(path, text):
-    """Whole or not at all."""
+    """Write the file whole or not at all."""
     with open(path + ".new", "w", encoding="utf-8") as file:
         file.write(text)
     os.replace(path + ".new", path)
@@ -252,14 +290,14 @@ def main():
     for handle in (0, 1, 2):
         os.dup2(nothing, handle)
     try:
-        board = Board(spec)
-        board.show()
+        view = View(Model(spec))
+        view.show()
     except Exception as error:
         os.write(told, repr(error).encode())
         return
     os.write(told, b"ready")
     os.close(told)
-    board.root.mainloop()
+    view.root.mainloop()
 
 
 if __name__ == "__main__":
