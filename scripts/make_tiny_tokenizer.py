@@ -45,7 +45,7 @@ LITERALS = (
     *('], "coordinate": [', '", "start_coordinate": [', '{"name": "', '", "arguments": {', '{"', '": "', '": ', '"}'),
     *(closing + end for closing in ("}}", ']}}', '"}}', '"]}}') for end in ("", "\n")),
     *(", ", '", "', "', '", '\\"', "\\n", "\\n\\n", "\\t", "\\\\", "\n\n", "  ", "    ", "        "),
-    *("system\n", "user\n", "assistant\n", "[earlier screenshot]", "custom_computer_use", "execute_code"),
+    *("system\n", "user\n", "assistant\n", "[screenshot]", "custom_computer_use", "execute_code"),
     *("/home/user/", "/home/user", "('", "')", "(['", "'])", '(\\"', '\\")', "()", "():", "):", ".py", ".txt", ".json", ".csv"),
     *("import ", "print(", "open('", "subprocess.run([", "subprocess.run('", ".read()", ".write('", ".write(", " = ", " == ", " += "),
     *("with open('", "', 'w')", "', 'a')", " as f:\\n", "f.write('", "json.load(", "json.dump(", "f.read()", "for ", " in ", "if "),
