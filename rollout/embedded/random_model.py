@@ -1,0 +1,171 @@
+"""A model folder with random weights: real architecture, processor and tokenizer files, a few megabytes.
+
+`python -m rollout.embedded.random_model DIR` writes one. It lets the engine, its contract suite and benchmarks run where
+no checkpoint is at hand. The weights know nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+SPECIAL_TOKENS = (
+    "<|endoftext|>",
+    "<|im_start|>",
+    "<|im_end|>",
+    "<|vision_start|>",
+    "<|vision_end|>",
+    "<|image_pad|>",
+    "<|video_pad|>",
+    "<tool_call>",
+    "</tool_call>",
+)
+_CORPUS = (
+    "press the blue button, then close the dialog",
+    "write the number shown on the screen into the file",
+    '{"name": "computer", "arguments": {"action": "left_click", "coordinate": [120, 840]}}',
+)
+
+
+@dataclass(frozen=True)
+class RandomModelSpec:
+    """Sizes of a random model. The defaults are those of the quickstart's base policy."""
+
+    hidden: int = 192
+    layers: int = 4
+    heads: int = 4
+    kv_heads: int = 2
+    head_dim: int = 64
+    vision_hidden: int = 128
+    vision_depth: int = 3
+    vocab: int = 640
+    layer_types: tuple[str, ...] = ()
+    """Empty: full attention everywhere. Else one of full_attention, linear_attention a layer."""
+    init_std: float = 0.06
+    """Larger than a trained model's start, so that logits are not flat."""
+    seed: int = 0
+
+
+def write_random_model(folder: Path, spec: RandomModelSpec | None = None) -> Path:
+    """Write a Qwen3.5 vision-language model of `spec` into `folder`, in fp32. Returns the folder."""
+    import torch
+    from transformers import Qwen3_5ForConditionalGeneration
+
+    spec = spec or RandomModelSpec()
+    folder.mkdir(parents=True, exist_ok=True)
+    ids, vocab = _write_tokenizer(folder, spec.vocab)
+    with torch.random.fork_rng():
+        torch.manual_seed(spec.seed)
+        model = Qwen3_5ForConditionalGeneration(_config(spec, ids, vocab))
+        for name, parameter in model.named_parameters():
+            if parameter.dim() > 1 and "conv1d" not in name:
+                torch.nn.init.normal_(parameter, std=spec.init_std)
+            elif "norm" in name and name.endswith("weight"):
+                torch.nn.init.normal_(parameter, mean=parameter.mean().item(), std=0.1)
+    model.save_pretrained(folder)
+    _write_processor(folder)
+    return folder
+
+
+def _config(spec: RandomModelSpec, ids: dict[str, int], vocab: int) -> Any:
+    from transformers import Qwen3_5Config
+
+    text = {
+        "vocab_size": vocab,
+        "hidden_size": spec.hidden,
+        "intermediate_size": 3 * spec.hidden,
+        "num_hidden_layers": spec.layers,
+        "num_attention_heads": spec.heads,
+        "num_key_value_heads": spec.kv_heads,
+        "head_dim": spec.head_dim,
+        "layer_types": list(spec.layer_types) or ["full_attention"] * spec.layers,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 32,
+        "linear_value_head_dim": 32,
+        "max_position_embeddings": 32768,
+        "eos_token_id": ids["<|im_end|>"],
+        "pad_token_id": ids["<|endoftext|>"],
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 1e6,
+            "mrope_section": [3, 3, 2],
+            "mrope_interleaved": True,
+            "partial_rotary_factor": 0.25,
+        },
+    }
+    vision = {
+        "depth": spec.vision_depth,
+        "hidden_size": spec.vision_hidden,
+        "intermediate_size": 2 * spec.vision_hidden,
+        "num_heads": 4,
+        "patch_size": 16,
+        "spatial_merge_size": 2,
+        "temporal_patch_size": 2,
+        "out_hidden_size": spec.hidden,
+        "num_position_embeddings": 2304,
+    }
+    return Qwen3_5Config(
+        text_config=text,
+        vision_config=vision,
+        image_token_id=ids["<|image_pad|>"],
+        video_token_id=ids["<|video_pad|>"],
+        vision_start_token_id=ids["<|vision_start|>"],
+        vision_end_token_id=ids["<|vision_end|>"],
+    )
+
+
+def _write_tokenizer(folder: Path, vocab: int) -> tuple[dict[str, int], int]:
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    core = Tokenizer(models.BPE())
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    core.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab,
+        special_tokens=list(SPECIAL_TOKENS),
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    core.train_from_iterator(_CORPUS * 20, trainer)
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=core, eos_token="<|im_end|>", pad_token="<|endoftext|>"
+    )
+    tokenizer.save_pretrained(folder)
+    padded = -(-len(tokenizer) // 64) * 64
+    return {token: index for index, token in enumerate(SPECIAL_TOKENS)}, padded
+
+
+def _write_processor(folder: Path) -> None:
+    processor = {
+        "image_processor_type": "Qwen2VLImageProcessor",
+        "processor_class": "Qwen3VLProcessor",
+        "patch_size": 16,
+        "merge_size": 2,
+        "temporal_patch_size": 2,
+        "size": {"shortest_edge": 1024, "longest_edge": 16777216},
+        "image_mean": [0.5, 0.5, 0.5],
+        "image_std": [0.5, 0.5, 0.5],
+        "do_resize": True,
+        "do_rescale": True,
+        "do_normalize": True,
+        "do_convert_rgb": True,
+    }
+    (folder / "preprocessor_config.json").write_text(json.dumps(processor, indent=1))
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    print(write_random_model(options.folder, RandomModelSpec(seed=options.seed)))
+
+
+if __name__ == "__main__":
+    main()
