@@ -17,6 +17,18 @@ class TaskConfig(ConfigModel):
     heldout: tuple[str, ...] = ()
 
 
+class TeacherConfig(ConfigModel):
+    """How the scripted teacher (slime_cua.sft.teacher) demonstrates."""
+
+    route_weights: dict[str, float] = {"gui": 1.0, "keys": 0.5, "bash": 1.0, "python": 0.0}
+    """Of a task's ways one is drawn with these weights; ways not named have 0. All zero: the task's first way."""
+    error_rate: float = Field(0.0, ge=0, le=1)
+    """Share of episodes spoiled: the plausible wrong attempt, or the solution without its last effective action.
+    They score 0; a filter on the score drops them, so they reach SFT only where it is off."""
+    detour_rate: float = Field(0.0, ge=0, le=1)
+    """Chance before each action of a harmless extra one (a wait): longer demonstrations that still score 1."""
+
+
 class SftConfig(ConfigModel):
     num_episodes: int = Field(0, ge=0)
     """Demonstrations to collect with the scripted teacher; 0 skips the cold start."""
@@ -24,6 +36,7 @@ class SftConfig(ConfigModel):
     batch_size: int = Field(16, ge=1)
     """Segments an optimiser step."""
     min_rule_score: float = 0.8
+    teacher: TeacherConfig = TeacherConfig()
     optimizer: OptimizerConfig = OptimizerConfig(lr=1e-5)
 
 

@@ -10,26 +10,14 @@ from __future__ import annotations
 from random import Random
 from typing import Any
 
-from pydantic import Field, TypeAdapter, ValidationError
+from pydantic import TypeAdapter, ValidationError
 
-from slime_cua.config.base import ConfigModel
+from slime_cua.config.run import TeacherConfig
 from slime_cua.core.actions import Action, GuiAction, TerminateAction
 from slime_cua.core.errors import TaskError
 from slime_cua.core.types import Observation, Task
 
 _ACTIONS: TypeAdapter[tuple[Action, ...]] = TypeAdapter(tuple[Action, ...])
-
-
-class TeacherConfig(ConfigModel):
-    """How the teacher demonstrates."""
-
-    route_weights: dict[str, float] = {"gui": 1.0, "keys": 0.5, "bash": 1.0, "python": 0.0}
-    """Of a task's ways one is drawn with these weights; ways not named have 0. All zero: the task's first way."""
-    error_rate: float = Field(0.0, ge=0, le=1)
-    """Share of episodes spoiled: the plausible wrong attempt, or the solution without its last effective action.
-    They score 0; a filter on the score drops them, so they reach SFT only where it is off."""
-    detour_rate: float = Field(0.0, ge=0, le=1)
-    """Chance before each action of a harmless extra one (a wait): longer demonstrations that still score 1."""
 
 
 class ScriptedTeacher:

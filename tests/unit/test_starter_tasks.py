@@ -9,10 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from slime_cua.config.run import TeacherConfig
 from slime_cua.core.actions import Action, CodeAction, GuiAction
 from slime_cua.core.coordinates import to_pixels
 from slime_cua.core.types import Task
-from slime_cua.sft.teacher import ScriptedTeacher, TeacherConfig
+from slime_cua.sft.teacher import ScriptedTeacher
 from slime_cua.synthesis.starter.generate import FAMILIES, SCREEN_FAMILIES, SPLITS, write_tasks
 from slime_cua.synthesis.starter.vocabulary import (
     CODE_PIECES,

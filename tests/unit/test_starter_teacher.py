@@ -6,10 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from slime_cua.config.run import TeacherConfig
 from slime_cua.core.actions import TerminateAction
 from slime_cua.core.errors import TaskError
 from slime_cua.core.types import Task
-from slime_cua.sft.teacher import ScriptedTeacher, TeacherConfig
+from slime_cua.sft.teacher import ScriptedTeacher
 from tests.unit.starter_desk import Desk, shipped
 
 
