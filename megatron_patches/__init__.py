@@ -22,6 +22,7 @@ from megatron_patches import (
     rope_table,
     te_standin,
     tensor_parallel_marks,
+    torch_adam_steps,
 )
 from megatron_patches.cpu_device import cpu_scope
 from megatron_patches.registry import Patch, UntestedVersionError
@@ -33,6 +34,7 @@ PATCHES: tuple[Patch, ...] = (
     cpu_device.PATCH,
     cpu_collectives.PATCH,
     rope_table.PATCH,
+    torch_adam_steps.PATCH,
     tensor_parallel_marks.PATCH,
     gdn_input_norm.PATCH,
     deepstack_gradient.PATCH,

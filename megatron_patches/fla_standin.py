@@ -9,6 +9,7 @@ Returns early when the real package is installed.
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import sys
 from typing import Any
 
@@ -73,7 +74,7 @@ def chunk_gated_delta_rule(
 
 def _spans(cu_seqlens: torch.Tensor | None, num_tokens: int) -> list[tuple[int, int]]:
     bounds = [0, num_tokens] if cu_seqlens is None else cu_seqlens.tolist()
-    return [(start, end) for start, end in zip(bounds, bounds[1:], strict=False) if end > start]
+    return [(start, end) for start, end in itertools.pairwise(bounds) if end > start]
 
 
 def is_missing() -> bool:

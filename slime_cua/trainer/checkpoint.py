@@ -23,6 +23,7 @@ from slime_cua.core.files import fsync_folder, write_atomic
 from slime_cua.trainer.model import PolicyModel
 from slime_cua.trainer.optimizer import Optimizer
 from slime_cua.trainer.runtime import Layout
+from slime_cua.trainer.save_strategy import save_strategy
 
 MANIFEST = "manifest.json"
 _UNFINISHED = ".unfinished-"
@@ -55,7 +56,7 @@ def save(folder: Path, step: int, model: PolicyModel, optimizer: Optimizer, layo
         _remove_leftovers(folder)
         draft.mkdir(parents=True)
     dist.barrier()
-    dist_checkpointing.save(_state(model, optimizer, is_loading=False), str(draft), _save_strategy())
+    dist_checkpointing.save(_state(model, optimizer, is_loading=False), str(draft), save_strategy())
     torch.save(_rank_state(layout), draft / f"rank_{layout.rank:05d}.pt")
     dist.barrier()
     if layout.rank == 0:
@@ -109,17 +110,10 @@ def _find(folder: Path) -> tuple[Path, dict[str, Any]]:
 
 def _state(model: PolicyModel, optimizer: Optimizer, is_loading: bool) -> dict[str, Any]:
     """Sharded views of weights and optimiser, in model space, so that another layout can read them."""
-    metadata = {"distrib_optim_sharding_type": "fully_sharded_model_space"}
+    metadata = {"distrib_optim_sharding_type": "fully_reshardable"}
     weights = model.module.sharded_state_dict(metadata=metadata)
     moments = optimizer.megatron.sharded_state_dict(weights, is_loading=is_loading, metadata=metadata)
     return {"model": weights, "optimizer": moments}
-
-
-def _save_strategy() -> Any:
-    """In-process writing: the default spawns writer processes, which costs seconds a save on small machines."""
-    from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
-
-    return TorchDistSaveShardedStrategy("torch_dist", 1, thread_count=1)
 
 
 def _rank_state(layout: Layout) -> dict[str, Any]:
@@ -201,6 +195,7 @@ def write_hf(
         left[file] -= 1
         if left[file] == 0:
             save_file(files.pop(file), draft / file, metadata={"format": "pt"})
+            (draft / file).chmod(0o644)
     if files:
         raise CheckpointError(f"the model gave no tensor for {left}: nothing was published to {target}")
     copy_companions(source, draft)

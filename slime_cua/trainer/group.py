@@ -5,7 +5,6 @@ from __future__ import annotations
 import multiprocessing
 import os
 import pickle
-import socket
 import time
 import traceback
 from collections.abc import Sequence
@@ -15,6 +14,7 @@ from typing import Any
 
 from slime_cua.config.trainer import TrainerConfig
 from slime_cua.core.errors import InfrastructureError, SlimeCuaError
+from slime_cua.core.ports import free_port
 
 
 class LocalTrainerGroup:
@@ -103,14 +103,6 @@ class LocalTrainerGroup:
         if failures:
             raise failures[0]
         return [answer for _, answer in answers]
-
-
-def free_port() -> int:
-    """A TCP port of the loopback interface that is free now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def _serve(pipe: Connection, config: TrainerConfig, rank: int, world_size: int, port: int, seed: int) -> None:

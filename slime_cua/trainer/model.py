@@ -16,6 +16,7 @@ from slime_cua.config.trainer import TrainerConfig
 from slime_cua.kernels.linear_logprob import linear_logprob
 from slime_cua.trainer.batch import Microbatch
 from slime_cua.trainer.vision_attention import ATTENTION_NAME, register_vision_attention
+from slime_cua.trainer.vision_speed import speed_up_tower
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -45,6 +46,7 @@ class PolicyModel:
         self._tower = getattr(getattr(self.module, "visual", None), "visual", None)
         if self._tower is not None:
             register_vision_attention()
+            speed_up_tower(self._tower)
             self._tower.config._attn_implementation = ATTENTION_NAME
             self._tower.register_forward_hook(self._repeat_images)
             if config.freeze_vision:

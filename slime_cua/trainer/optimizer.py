@@ -73,12 +73,13 @@ class Optimizer:
         megatron_patches.before_finalize(self._model.module, self._model.config)
         finalize_model_grads([self.ddp], None)
 
-    def step(self) -> dict[str, float]:
+    def step(self, rate: float | None = None) -> dict[str, float]:
         """One update with the reduced gradients; none when their norm is not finite.
 
-        Gives grad_norm (before clipping), lr, and skipped (0 or 1).
+        rate: learning rate; None: what the schedule says for this step. Gives grad_norm (before clipping), lr, and skipped
+        (0 or 1).
         """
-        rate = learning_rate(self.num_steps, self._section)
+        rate = learning_rate(self.num_steps, self._section) if rate is None else rate
         for group in self.megatron.param_groups:
             group["lr"] = rate * group.get("lr_mult", 1.0)
             group["weight_decay"] = self._section.weight_decay * group.get("wd_mult", 1.0)

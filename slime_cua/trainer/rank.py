@@ -17,7 +17,8 @@ import megatron_patches
 from slime_cua.config.algo import LossConfig
 from slime_cua.config.trainer import TrainerConfig
 from slime_cua.convert import check_hf_folder
-from slime_cua.core.errors import CheckpointError
+from slime_cua.core.errors import CheckpointError, ConfigError
+from slime_cua.core.ports import free_port
 from slime_cua.core.types import TrainSample
 from slime_cua.trainer import checkpoint, runtime
 from slime_cua.trainer.batch import Microbatch, build_microbatch, check_samples, expanded_lengths
@@ -49,6 +50,10 @@ class TrainerRank:
         seed: int = 0,
     ) -> None:
         self.config = config
+        if master_port == 0:
+            if world_size > 1:
+                raise ConfigError("several trainer ranks need one master_port that all know")
+            master_port = free_port()
         self.layout = runtime.start(config, rank, world_size, master_addr, master_port, seed)
         self._source: ImageSource | None = None
         self._hf_dir: Path | None = None

@@ -26,7 +26,7 @@ def speed_up_tower(tower: torch.nn.Module) -> bool:
         return False
     if projection.kernel_size != projection.stride:
         return False
-    projection.forward = _MatrixProduct(projection)  # type: ignore[method-assign]
+    projection.forward = _MatrixProduct(projection)  # type: ignore[method-assign, assignment]
     tower.register_forward_pre_hook(_Positions(tower), with_kwargs=True)
     return True
 
