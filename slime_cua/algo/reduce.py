@@ -40,8 +40,8 @@ def sum_over(value: torch.Tensor, group: Group) -> torch.Tensor:
 
 
 def add_by_index(value: torch.Tensor, index: torch.Tensor, size: int) -> torch.Tensor:
-    """Sum of the rows of `value` by `index`: [size, ...]."""
-    return value.new_zeros((size, *value.shape[1:])).index_add(0, index, value)
+    """Sum of the rows of `value` by `index`: [size, ...]. With size 0 every index is a placeholder 0."""
+    return value.new_zeros((max(size, 1), *value.shape[1:])).index_add(0, index, value)[:size]
 
 
 @dataclass(frozen=True)
@@ -82,6 +82,8 @@ class StepMap:
 
     def segment_of_token(self) -> torch.Tensor:
         """[T], 0 where not kept."""
+        if self.num_steps == 0:
+            return torch.zeros_like(self.step_T)
         return torch.where(self.is_kept_T, self.segment_K[self.step_T], 0)
 
 
@@ -195,6 +197,8 @@ def _coefficients(
     aggregate: Aggregate,
 ) -> torch.Tensor:
     alpha_K = torch.ones_like(count_K) if step_weight is None else step_weight.to(count_K.dtype)
+    if num_segments == 0:
+        return torch.zeros_like(count_K)
     present_K = count_K > 0
     raw_K = keep(present_K, alpha_K * count_K if aggregate == "token" else alpha_K)
     total_S = add_by_index(raw_K, segment_K, num_segments)
