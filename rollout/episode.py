@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from rollout.actions import ActionSpace, parse
+from rollout.actions import error_text, parse
+from rollout.context import ContextPolicy
 from rollout.ports import DesktopPort, PolicyPort, Sampled, Shot
-from rollout.renderer import EpisodeRenderer
+from rollout.renderer import EpisodeRenderer, Renderer
+from sandbox_cluster.api import ExecuteReply
 from slime_cua.config.rollout import RolloutConfig
 from slime_cua.core.actions import Action, CodeAction, GuiAction, TerminateAction
 from slime_cua.core.errors import ActionParseError, InfrastructureError
@@ -27,30 +29,30 @@ OnVersion = Callable[[int], None]
 
 @dataclass
 class EpisodeRunner:
-    """Runs episodes of one config. `images` keeps the screenshots; `on_version` hears each sampled piece's version."""
+    """Runs episodes of one config. `images` keeps the screenshots."""
 
     config: RolloutConfig
-    space: ActionSpace
-    policy: PolicyPort
+    renderer: Renderer
+    context: ContextPolicy
     images: ImageStore
 
     async def run(
         self,
         task: Task,
         desktop: DesktopPort,
-        renderer: EpisodeRenderer,
+        policy: PolicyPort,
         *,
         episode_id: str,
         group_id: str,
         on_version: OnVersion = lambda version: None,
     ) -> Episode:
-        """The finished episode; never raises but for cancellation and our own bugs."""
+        """The finished episode; never raises but for cancellation and our own bugs. `on_version` hears what sampled."""
         trace = _Trace(episode_id, group_id, task.id)
         try:
             async with asyncio.timeout(self.config.episode_timeout_s):
-                await self._play(task, desktop, renderer, trace, on_version)
-                last = trace.last_action()
-                reply = await desktop.evaluate(task, last)
+                await self._play(task, desktop, policy, trace, on_version)
+                with trace.phase("judge"):
+                    reply = await desktop.evaluate(task, trace.last_action())
                 trace.reward = reply.score
                 if reply.score is None:
                     trace.fail(f"JudgeError: {reply.invalid_reason}")
@@ -58,24 +60,24 @@ class EpisodeRunner:
             trace.fail(f"{type(error).__name__}: {error}")
         except TimeoutError:
             trace.fail(
-                f"InfrastructureError: the episode passed its deadline of {self.config.episode_timeout_s} s"
+                f"InfrastructureError: no end within episode_timeout_s = {self.config.episode_timeout_s}"
             )
         return trace.finish()
 
     async def _play(
-        self,
-        task: Task,
-        desktop: DesktopPort,
-        renderer: EpisodeRenderer,
-        trace: _Trace,
-        on_version: OnVersion,
+        self, task: Task, desktop: DesktopPort, policy: PolicyPort, trace: _Trace, on_version: OnVersion
     ) -> None:
         with trace.phase("setup"):
             await desktop.setup(task)
             shot = await desktop.screenshot()
-        renderer.start(task.instruction, self._keep(shot))
+        first = Observation(image=self._keep(shot), time_s=shot.time_s)
+        stream = EpisodeRenderer(self.renderer, self.context, task.instruction, first)
+        room = self.config.engine.max_context_tokens - self.config.sampling.max_response_tokens
         for index in range(self.config.max_turns):
-            turn = await self._turn(index, desktop, renderer, trace, on_version)
+            if stream.prompt().num_tokens > room:
+                trace.stop_reason = "max_tokens"
+                return
+            turn = await self._turn(index, desktop, policy, stream, trace, on_version)
             trace.turns.append(turn)
             if isinstance(turn.action, TerminateAction):
                 trace.stop_reason = "terminated"
@@ -83,45 +85,40 @@ class EpisodeRunner:
             if trace.trailing_format_errors() >= self.config.max_format_errors:
                 trace.stop_reason = "format_errors"
                 return
-            if (
-                renderer.num_tokens
-                >= self.config.engine.max_context_tokens - self.config.sampling.max_response_tokens
-            ):
-                trace.stop_reason = "max_tokens"
-                return
         trace.stop_reason = "max_turns"
 
     async def _turn(
         self,
         index: int,
         desktop: DesktopPort,
-        renderer: EpisodeRenderer,
+        policy: PolicyPort,
+        stream: EpisodeRenderer,
         trace: _Trace,
         on_version: OnVersion,
     ) -> Turn:
-        prompt = renderer.prompt()
+        prompt = stream.prompt()
         with trace.phase("generate"):
-            sampled = await self._sample(prompt.ids, prompt.images, trace.episode_id)
+            sampled = await self._sample(policy, prompt.token_ids, prompt.images, trace.episode_id)
         for version in set(sampled.versions):
             on_version(version)
-        text = renderer.decode(sampled.ids)
-        renderer.add_response(sampled.ids)
+        stream.add_response(sampled.ids)
+        text = self._text(sampled.ids)
         action, format_error, observation = None, None, None
         try:
-            action = parse(text, family=self.space.family, space=self.space)
+            action = parse(text, space=self.renderer.space)
         except ActionParseError as error:
             format_error = error.code
-            renderer.add_error(str(error))
-            observation = Observation(text=str(error), time_s=time.time())
+            observation = Observation(text=error_text(error), time_s=time.time())
         if action is not None and not isinstance(action, TerminateAction):
             with trace.phase("act"):
-                observation = await self._act(action, desktop)
-            renderer.add_observation(observation)
+                observation = await self._act(action, desktop, f"{trace.episode_id}-t{index}")
+        if observation is not None:
+            stream.add_observation(observation, "format_error" if action is None else action.type)
         return Turn(
             index=index,
             starts_segment=prompt.starts_segment,
-            context_ids=tuple(prompt.context_ids),
-            context_images=tuple(prompt.context_images),
+            context_ids=prompt.context_ids,
+            context_images=prompt.context_images,
             response_ids=sampled.ids,
             response_logp=sampled.logp,
             response_versions=sampled.versions,
@@ -133,22 +130,29 @@ class EpisodeRunner:
             timings_s=trace.take_timings(),
         )
 
-    async def _sample(self, ids: list[int], refs: list[ImageRef], session: str) -> Sampled:
+    def _text(self, ids: Sequence[int]) -> str:
+        """What the parser reads: the response without its end of turn."""
+        is_ended = bool(ids) and ids[-1] in self.renderer.stop_ids
+        return self.renderer.text_of_ids(ids[:-1] if is_ended else ids)
+
+    async def _sample(
+        self, policy: PolicyPort, ids: Sequence[int], refs: Sequence[ImageRef], session: str
+    ) -> Sampled:
         pairs = [(ref, self.images.get(ref)) for ref in refs]
         try:
             async with asyncio.timeout(self.config.turn_timeout_s):
-                return await self.policy.generate(ids, pairs, session=session)
+                return await policy.generate(ids, pairs, session=session)
         except TimeoutError as error:
             raise InfrastructureError(
                 f"no response within turn_timeout_s = {self.config.turn_timeout_s}"
             ) from error
 
-    async def _act(self, action: Action, desktop: DesktopPort) -> Observation:
+    async def _act(self, action: Action, desktop: DesktopPort, action_id: str) -> Observation:
         if isinstance(action, GuiAction):
-            shot = await desktop.step([action])
+            shot = await desktop.step([action], action_id)
             return Observation(image=self._keep(shot), time_s=shot.time_s)
         if isinstance(action, CodeAction):
-            reply = await desktop.execute(action)
+            reply = await desktop.execute(action, action_id)
             shot = await desktop.screenshot()
             return Observation(image=self._keep(shot), text=code_result(reply), time_s=shot.time_s)
         raise InfrastructureError(
@@ -159,15 +163,14 @@ class EpisodeRunner:
         return self.images.put(shot.png, shot.width_px, shot.height_px)
 
 
-def code_result(reply: object) -> str:
+def code_result(reply: ExecuteReply) -> str:
     """The text that the policy sees for a code action: what it printed, and how it ended if not well."""
-    stdout, stderr = getattr(reply, "stdout", ""), getattr(reply, "stderr", "")
-    parts = [part.rstrip("\n") for part in (stdout, stderr) if part.strip()]
-    if getattr(reply, "is_timeout", False):
+    parts = [part.rstrip("\n") for part in (reply.stdout, reply.stderr) if part.strip()]
+    if reply.is_timeout:
         parts.append("[timed out]")
-    elif getattr(reply, "returncode", 0):
-        parts.append(f"[exit code {getattr(reply, 'returncode', None)}]")
-    if getattr(reply, "is_truncated", False):
+    elif reply.returncode != 0:
+        parts.append(f"[exit code {reply.returncode}]")
+    if reply.is_truncated:
         parts.append("[output cut]")
     return "\n".join(parts) or "[no output]"
 

@@ -13,14 +13,13 @@ from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from slime_cua.algo.frontier import FrontierSampler
-from slime_cua.data.episodes import EpisodeStore
-
 from rollout.group import run_group
 from rollout.scheduler import Scheduler
+from slime_cua.algo.frontier import FrontierSampler
 from slime_cua.config.rollout import RolloutConfig
 from slime_cua.core.errors import SlimeCuaError
 from slime_cua.core.types import Episode, EpisodeGroup, Task
+from slime_cua.data.episodes import EpisodeStore
 
 PlayEpisode = Callable[[Task, str, str, Callable[[int], None]], Awaitable[Episode]]
 """(task, group_id, episode_id, on_version) -> episode; rollout.player.Player.play is the real one."""
