@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from rollout.actions.grammar import ToolCall, tool_calls
@@ -32,18 +32,26 @@ class LenientResult:
     repairs: tuple[str, ...]
 
 
-def parse(text: str | bytes, family: str = "qwen_json", space: ActionSpace | None = None) -> list[Action]:
-    """The actions of a response: exactly one, unless `space.max_calls` allows more.
+def parse(text: str | bytes, family: str | None = None, space: ActionSpace | None = None) -> Action:
+    """The one action of a response. `family` defaults to the space's, `space` to every action of ours.
 
-    Raises ActionParseError, and nothing else, for every text that is no valid response in `space`. ValueError for an unknown family.
+    Raises ActionParseError, and nothing else, for every text that is no valid response in `space`; ValueError for an
+    unknown family.
     """
+    space = space or EVERYTHING
+    (action,) = _parse(text, family, replace(space, max_calls=1), Mender())
+    return action
+
+
+def parse_all(text: str | bytes, family: str | None = None, space: ActionSpace | None = None) -> list[Action]:
+    """As `parse`, for spaces that allow several calls a response: 1 to `space.max_calls` actions in order."""
     return _parse(text, family, space or EVERYTHING, Mender())
 
 
 def parse_lenient(
-    text: str | bytes, family: str = "qwen_json", space: ActionSpace | None = None
+    text: str | bytes, family: str | None = None, space: ActionSpace | None = None
 ) -> LenientResult:
-    """As `parse`, but mends what has one plain meaning and says what it mended. For evaluation only."""
+    """As `parse_all`, but mends what has one plain meaning and says what it mended. For evaluation only."""
     mender = Mender(is_lenient=True)
     actions = _parse(text, family, space or EVERYTHING, mender)
     return LenientResult(actions, tuple(mender.repairs))
@@ -54,10 +62,10 @@ def error_text(error: ActionParseError) -> str:
     return f"invalid action ({error.code}): {error}"
 
 
-def _parse(text: str | bytes, family: str, space: ActionSpace, mender: Mender) -> list[Action]:
+def _parse(text: str | bytes, family: str | None, space: ActionSpace, mender: Mender) -> list[Action]:
     if isinstance(text, bytes):
         text = text.decode("utf-8", errors="replace")
-    calls = tool_calls(text, family, mender)
+    calls = tool_calls(text, family or space.family, mender)
     if len(calls) > space.max_calls:
         mender.allow("several_calls", f"one response may hold {space.max_calls} call, not {len(calls)}")
         calls = calls[: space.max_calls]

@@ -6,8 +6,10 @@ few tokens for a policy that learned the tools by heart: every token counts on a
 
 from __future__ import annotations
 
+import json
 from typing import Literal
 
+from rollout.actions.schema import tool_schemas
 from rollout.actions.space import ActionSpace
 
 PromptStyle = Literal["full", "short"]
@@ -51,3 +53,14 @@ def system_prompt(
     if space.os == "windows" and "code" in space.actions:
         sections.append(_WINDOWS_CODE)
     return "\n\n".join(sections)
+
+
+def tools_section(space: ActionSpace) -> str:
+    """The tools and how to call them, for chat templates that show no tools themselves (Qwen2.5-VL's)."""
+    shown = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tool_schemas(space))
+    form = (
+        '{"name": NAME, "arguments": {KEY: VALUE, ...}}'
+        if space.family == "qwen_json"
+        else "<function=NAME>\n<parameter=KEY>\nVALUE\n</parameter>\n</function>"
+    )
+    return f"# Tools\n\n<tools>\n{shown}\n</tools>\n\nWrite a call as\n<tool_call>\n{form}\n</tool_call>"

@@ -32,6 +32,8 @@ class ActionSpace:
 
     actions: tuple[Group, ...] = ("gui", "code")
     os: Literal["ubuntu", "windows"] = "ubuntu"
+    family: Family = "qwen_json"
+    """How the model writes calls."""
     mcp_tools: tuple[McpTool, ...] = ()
     max_calls: int = 1
     """Tool calls that one response may hold."""
@@ -41,7 +43,7 @@ class ActionSpace:
     @classmethod
     def from_config(cls, config: ActionSpaceConfig, mcp_tools: Sequence[McpTool] = ()) -> ActionSpace:
         """The space of a run's config, with the MCP tools that its desktops serve."""
-        return cls(actions=config.actions, os=config.os, mcp_tools=tuple(mcp_tools))
+        return cls(actions=config.actions, os=config.os, family=config.family, mcp_tools=tuple(mcp_tools))
 
     @property
     def languages(self) -> tuple[str, ...]:

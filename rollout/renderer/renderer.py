@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from rollout.actions import ActionSpace, system_prompt, tool_schemas
-from rollout.actions.prompts import PromptStyle
+from rollout.actions.prompts import PromptStyle, tools_section
 from rollout.renderer.template import ChatTemplate, Part
 from slime_cua.core.errors import ConfigError
 from slime_cua.core.types import ImageRef, Observation
@@ -31,7 +31,7 @@ class Renderer:
     """Token ids of the parts of an episode, by the model's own chat template and tokenizer.
 
     Example: renderer = Renderer("models/tiny_base", ActionSpace(), prompt="short")
-             episode = EpisodeRenderer(renderer, policy, task.instruction, first_observation)
+             episode = EpisodeRenderer(renderer, SlidingWindow(10, 5))
     """
 
     def __init__(
@@ -53,6 +53,10 @@ class Renderer:
         self.tokenizer: Any = AutoTokenizer.from_pretrained(str(hf_dir))
         self.stop_ids = _stop_ids(Path(hf_dir), self.tokenizer.eos_token_id)
         """Ids that end an answer."""
+        vocabulary = self.tokenizer.get_added_vocab()
+        named = {vocabulary[name] for name in ("<|image_pad|>", "<|video_pad|>") if name in vocabulary}
+        self.placeholder_ids = frozenset({self.images.image_token_id, *named})
+        """Ids that stand for images; a policy should never sample one."""
         added = self.tokenizer.added_tokens_decoder.values()
         self._marks = tuple(sorted((str(token) for token in added), key=len, reverse=True))
         self.template = _template(
@@ -103,8 +107,14 @@ class Renderer:
         return Piece(piece.ids[1:], piece.images) if ended else piece
 
     def history_ids(self, answer_ids: Sequence[int]) -> tuple[int, ...]:
-        """An answer as history shows it: its own ids, without the reasoning where the template drops that."""
-        ids, mark = tuple(answer_ids), self._think_close
+        """An answer as history shows it: its own ids, without the reasoning where the template drops that.
+
+        A placeholder that the policy sampled stands for no image, so history leaves it out.
+        """
+        ids, mark = (
+            tuple(token for token in answer_ids if token not in self.placeholder_ids),
+            self._think_close,
+        )
         if self.keeps_answers:
             return ids
         for end in range(len(ids), len(mark) - 1, -1):
@@ -113,6 +123,10 @@ class Renderer:
                     end += 1
                 return ids[end:]
         return ids
+
+    def holds_placeholder(self, answer_ids: Sequence[int]) -> bool:
+        """Whether an answer holds a sampled image or video placeholder, which no prompt can repeat."""
+        return not self.placeholder_ids.isdisjoint(answer_ids)
 
     def plain(self, text: str) -> str:
         """`text` from outside (a task, a program's output) with the model's marks made harmless: "<|x|>" -> "< |x|>"."""
@@ -155,8 +169,7 @@ def _template(
     template = ChatTemplate(tokenizer, system, tools, role, options)
     if space.computer_tools[0] in template.head([_text("task")]):
         return template
-    shown = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
-    return ChatTemplate(tokenizer, f"{system}\n\n# Tools\n\n<tools>\n{shown}\n</tools>", (), role, options)
+    return ChatTemplate(tokenizer, f"{system}\n\n{tools_section(space)}", (), role, options)
 
 
 def _stop_ids(folder: Path, tokenizer_eos: int | None) -> frozenset[int]:

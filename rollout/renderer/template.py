@@ -65,7 +65,7 @@ class ChatTemplate:
             self._observation(content),
         ]
         rendered = self._render(messages)
-        return rendered[rendered.rindex(MARK) + len(MARK) :]
+        return rendered[rendered.index(MARK) + len(MARK) :]
 
     def one_shot(self, task: Sequence[Part], turns: Sequence[tuple[str, Sequence[Part]]]) -> str:
         """The template's own rendering of a whole conversation, ready for the next answer (golden tests)."""

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from rollout.actions import ActionSpace, McpTool, format_action, parse, parse_lenient
+from rollout.actions import ActionSpace, McpTool, format_action, parse, parse_all, parse_lenient
 from slime_cua.core.actions import CodeAction, GuiAction, McpAction, SkillAction, TerminateAction
 from slime_cua.core.coordinates import Point
 from slime_cua.core.errors import ActionParseError
@@ -36,7 +36,7 @@ def code_of(text: str | bytes, family: str = "qwen_json", space: ActionSpace | N
 
 def test_a_click_after_reasoning_and_before_the_end_of_turn_is_read() -> None:
     text = f"I press the button.\n{call(action='left_click', coordinate=[500, 250])}<|im_end|>"
-    assert parse(text) == [GuiAction(kind="left_click", point=Point(x=500, y=250))]
+    assert parse(text) == GuiAction(kind="left_click", point=Point(x=500, y=250))
 
 
 @pytest.mark.parametrize(
@@ -59,12 +59,12 @@ def test_a_click_after_reasoning_and_before_the_end_of_turn_is_read() -> None:
     ],
 )
 def test_each_verb_becomes_its_typed_action(arguments: dict[str, Any], action: Any) -> None:
-    assert parse(call(**arguments)) == [action]
+    assert parse(call(**arguments)) == action
 
 
 def test_braces_and_tags_inside_strings_are_only_text() -> None:
     text = "if(a){b={c:[1,{d:2}]};} // }}})] </tool_call> <tool_call> </think> end"
-    assert parse(call(action="type", text=text)) == [GuiAction(kind="type", text=text)]
+    assert parse(call(action="type", text=text)) == GuiAction(kind="type", text=text)
 
 
 def test_a_nested_argument_object_is_read_whole_and_named_as_unknown() -> None:
@@ -142,7 +142,7 @@ COORDINATES = [
 
 @pytest.mark.parametrize("value", COORDINATES, ids=str)
 def test_every_shape_of_a_coordinate_is_the_same_point(value: Any) -> None:
-    (action,) = parse(call(action="left_click", coordinate=value))
+    action = parse(call(action="left_click", coordinate=value))
     assert isinstance(action, GuiAction) and action.point is not None
     assert action.point.x == 330
     assert abs(action.point.y - 182) <= 0.5
@@ -183,7 +183,7 @@ def test_any_other_coordinate_is_refused_at_once_and_never_half_read(value: Any)
 
 @pytest.mark.parametrize("point", [[0, 300], [500, 0], [0, 0], [1000, 1000], [-0.0, 5]])
 def test_zero_and_the_far_edge_are_coordinates(point: list[float]) -> None:
-    (action,) = parse(call(action="mouse_move", coordinate=point))
+    action = parse(call(action="mouse_move", coordinate=point))
     assert isinstance(action, GuiAction) and action.point == Point(x=abs(point[0]), y=point[1])
 
 
@@ -195,26 +195,26 @@ def test_the_space_decides_what_is_offered() -> None:
     assert parse(call(action="terminate", status="success"), space=ActionSpace(actions=("code",)))
     assert code_of(call("weather", city="Oslo"), space=ActionSpace()) == "unknown_tool"
     assert code_of(call("skill_library", route="DIRECT"), space=ActionSpace()) == "unknown_tool"
-    assert len(parse(call(action="wait") * 2, space=ActionSpace(max_calls=2))) == 2
+    assert len(parse_all(call(action="wait") * 2, space=ActionSpace(max_calls=2))) == 2
 
 
 def test_tools_and_skills_are_actions_where_they_are_offered() -> None:
-    assert parse(call("weather", city="Oslo", days=2), space=TOOLS) == [
-        McpAction(name="weather", arguments={"city": "Oslo", "days": 2})
-    ]
+    assert parse(call("weather", city="Oslo", days=2), space=TOOLS) == McpAction(
+        name="weather", arguments={"city": "Oslo", "days": 2}
+    )
     assert code_of(call("weather", days=2), space=TOOLS) == "missing_field"
     assert code_of(call("weather", city="\ud800"), space=TOOLS) == "bad_text"
-    assert parse(call("skill_library", route="QUERY_TEXT", query="sort"), space=TOOLS) == [
-        SkillAction(route="QUERY_TEXT", query="sort")
-    ]
+    assert parse(call("skill_library", route="QUERY_TEXT", query="sort"), space=TOOLS) == SkillAction(
+        route="QUERY_TEXT", query="sort"
+    )
     assert code_of(call("skill_library", route="BOTH"), space=TOOLS) == "bad_choice"
 
 
 def test_reasoning_that_drafts_a_call_is_not_the_answer() -> None:
     draft, answer = call(action="wait"), call(action="type", text="</think>")
-    (action,) = parse(f"Perhaps {draft}? No.</think>\n{answer}")
+    action = parse(f"Perhaps {draft}? No.</think>\n{answer}")
     assert action == GuiAction(kind="type", text="</think>")
-    (action,) = parse(f"<think>{draft}</think>{answer}")
+    action = parse(f"<think>{draft}</think>{answer}")
     assert action == GuiAction(kind="type", text="</think>")
 
 
@@ -227,25 +227,23 @@ def xml(name: str = "custom_computer_use", **parameters: str) -> str:
 
 
 def test_xml_values_are_read_by_the_type_of_their_field() -> None:
-    assert parse(xml(action="left_click", coordinate="[500, 250]"), "qwen_xml") == [
-        GuiAction(kind="left_click", point=Point(x=500, y=250))
-    ]
-    assert parse(xml(action="key", keys='["ctrl", "c"]'), "qwen_xml") == [
-        GuiAction(kind="key", keys=("ctrl", "c"))
-    ]
-    assert parse(xml(action="type", text="12"), "qwen_xml") == [GuiAction(kind="type", text="12")]
-    assert parse(xml(action="scroll", pixels="-3"), "qwen_xml") == [
-        GuiAction(kind="scroll", scroll_clicks=-3)
-    ]
-    assert parse(xml("weather", city="7", days="7"), "qwen_xml", TOOLS) == [
-        McpAction(name="weather", arguments={"city": "7", "days": 7})
-    ]
+    assert parse(xml(action="left_click", coordinate="[500, 250]"), "qwen_xml") == GuiAction(
+        kind="left_click", point=Point(x=500, y=250)
+    )
+    assert parse(xml(action="key", keys='["ctrl", "c"]'), "qwen_xml") == GuiAction(
+        kind="key", keys=("ctrl", "c")
+    )
+    assert parse(xml(action="type", text="12"), "qwen_xml") == GuiAction(kind="type", text="12")
+    assert parse(xml(action="scroll", pixels="-3"), "qwen_xml") == GuiAction(kind="scroll", scroll_clicks=-3)
+    assert parse(xml("weather", city="7", days="7"), "qwen_xml", TOOLS) == McpAction(
+        name="weather", arguments={"city": "7", "days": 7}
+    )
 
 
 def test_xml_keeps_tags_and_line_breaks_that_belong_to_a_program() -> None:
     program = '\nprint("</parameter>")\n# <parameter=x> </function>\n'
     text = xml(action="code", language="python", execute_code=program)
-    assert parse(text, "qwen_xml") == [CodeAction(language="python", code=program)]
+    assert parse(text, "qwen_xml") == CodeAction(language="python", code=program)
 
 
 @pytest.mark.parametrize(
@@ -326,4 +324,4 @@ ACTIONS = st.one_of(
 @settings(max_examples=300, deadline=None)
 @example(CodeAction(language="python", code="x</parameter>\n</function>"), "qwen_json")
 def test_writing_and_reading_an_action_gives_it_back(action: Any, family: str) -> None:
-    assert parse(format_action(action, family), family) == [action]
+    assert parse(format_action(action, family), family) == action

@@ -76,7 +76,7 @@ def test_tools_are_offered_beside_the_computer_tool() -> None:
     tool = McpTool("weather", "Tell the weather.", {"type": "object", "properties": {}})
     names = [
         tool["function"]["name"]
-        for tool in tool_schemas(ActionSpace(("gui", "mcp", "skill"), "ubuntu", (tool,)))
+        for tool in tool_schemas(ActionSpace(("gui", "mcp", "skill"), mcp_tools=(tool,)))
     ]
     assert names == ["custom_computer_use", "skill_library", "weather"]
 
