@@ -71,10 +71,11 @@ class EpisodeRunner:
             await desktop.setup(task)
             shot = await desktop.screenshot()
         first = Observation(image=self._keep(shot), time_s=shot.time_s)
-        stream = EpisodeRenderer(self.renderer, self.context, task.instruction, first)
+        stream = EpisodeRenderer(self.renderer, self.context)
+        stream.start(task.instruction, first)
         room = self.config.engine.max_context_tokens - self.config.sampling.max_response_tokens
         for index in range(self.config.max_turns):
-            if stream.prompt().num_tokens > room:
+            if stream.num_tokens > room:
                 trace.stop_reason = "max_tokens"
                 return
             turn = await self._turn(index, desktop, policy, stream, trace, on_version)
@@ -98,7 +99,7 @@ class EpisodeRunner:
     ) -> Turn:
         prompt = stream.prompt()
         with trace.phase("generate"):
-            sampled = await self._sample(policy, prompt.token_ids, prompt.images, trace.episode_id)
+            sampled = await self._sample(policy, prompt.ids, prompt.images, trace.episode_id)
         for version in set(sampled.versions):
             on_version(version)
         stream.add_response(sampled.ids)
