@@ -15,14 +15,14 @@ from typing import Any
 
 from rollout.group import run_group
 from rollout.scheduler import Scheduler
-from slime_cua.algo.frontier import FrontierSampler
+from slime_cua.algo.samplers import TaskSampler
 from slime_cua.config.rollout import RolloutConfig
 from slime_cua.core.errors import SlimeCuaError
 from slime_cua.core.types import Episode, EpisodeGroup, Task
 from slime_cua.data.episodes import EpisodeStore
 
 PlayEpisode = Callable[[Task, str, str, Callable[[int], None]], Awaitable[Episode]]
-"""(task, group_id, episode_id, on_version) -> episode; rollout.player.Player.play is the real one."""
+"""(task, group_id, episode_id, on_version) -> episode."""
 MIN_VALID_EPISODES = 2
 """A group with fewer has no baseline: it is dropped and counted."""
 MAX_CONSECUTIVE_DROPS = 12
@@ -35,7 +35,7 @@ class RolloutWorker:
 
     config: RolloutConfig
     tasks: dict[str, Task]
-    sampler: FrontierSampler
+    sampler: TaskSampler
     scheduler: Scheduler
     store: EpisodeStore
     play: PlayEpisode
@@ -132,7 +132,7 @@ class RolloutWorker:
     def _close(self, group: EpisodeGroup) -> None:
         self.store.append(group)
         valid = [episode.reward for episode in group.episodes if episode.is_valid]
-        self.sampler.update({group.task_id: [score for score in valid if score is not None]})
+        self.sampler.update({group.task_id: [e.reward if e.is_valid else None for e in group.episodes]})
         if len(valid) < MIN_VALID_EPISODES:
             self.scheduler.drop(group.group_id)
             self._drops_in_a_row += 1
