@@ -92,7 +92,9 @@ def sample_mean(batch: Batch, segment_steps: dict[int, list[Token]], value, aggr
     return top / bottom
 
 
-def clipped(ratio: float, advantage: float, eps_low: float, eps_high: float, dual_clip: float | None) -> float:
+def clipped(
+    ratio: float, advantage: float, eps_low: float, eps_high: float, dual_clip: float | None
+) -> float:
     bounded = min(max(ratio, 1 - eps_low), 1 + eps_high)
     objective = min(advantage * ratio, advantage * bounded)
     if advantage < 0 and dual_clip is not None:
@@ -129,10 +131,14 @@ def loop_gspo(
     return -total / (len(segments) if num_samples is None else num_samples)
 
 
-def loop_token_loss(batch: Batch, name: str, frozen: Batch, config, num_samples: float, num_tokens: float) -> float:
+def loop_token_loss(
+    batch: Batch, name: str, frozen: Batch, config, num_samples: float, num_tokens: float
+) -> float:
     """grpo, dapo, cispo, sft. frozen: the batch whose ratios are constants in cispo (the undisturbed one)."""
     segments = steps_of(batch)
-    frozen_ratio = {id(t): math.exp(f.logp - f.old_logp) for t, f in zip(batch.tokens, frozen.tokens) if t.is_trained}
+    frozen_ratio = {
+        id(t): math.exp(f.logp - f.old_logp) for t, f in zip(batch.tokens, frozen.tokens) if t.is_trained
+    }
 
     def value(token: Token) -> float:
         advantage = batch.advantage[token.segment]

@@ -5,7 +5,13 @@ import itertools
 
 import pytest
 import torch
-from tests.numerics.gspo_reference import finite_differences, loop_gspo, loop_token_loss, random_batch, steps_of
+from tests.numerics.gspo_reference import (
+    finite_differences,
+    loop_gspo,
+    loop_token_loss,
+    random_batch,
+    steps_of,
+)
 
 from slime_cua.algo.gspo import gspo_loss
 from slime_cua.algo.losses import LOSSES, LossInputs
@@ -49,7 +55,9 @@ def test_a_kl_term_takes_the_same_step_weights(kl, aggregate):
     batch = random_batch(seed=5, num_segments=14)
     logp = batch.tensor("logp").requires_grad_()
     common = {"aggregate": aggregate, "eps_low": 0.1, "eps_high": 0.1}
-    loss, _ = run_gspo(batch, logp, kl=(kl, 0.3), ref_logp=batch.tensor("ref_logp"), num_samples=17.0, **common)
+    loss, _ = run_gspo(
+        batch, logp, kl=(kl, 0.3), ref_logp=batch.tensor("ref_logp"), num_samples=17.0, **common
+    )
     loss.backward()
 
     def reference():

@@ -204,11 +204,19 @@ def test_a_step_without_trained_tokens_does_not_count():
         (([0.0, 0.0], [0, 1], [0, 0], [1.0, 1.0]), {}, "step 0 has tokens in two segments"),
         (([0.0], [0], [0], [1.0]), {"step_weight": torch.zeros(1)}, "no step with a positive weight"),
         (([0.0], [0], [0], [1.0]), {"step_weight": torch.tensor([-1.0])}, "weight of step 0 is negative"),
-        (([0.0], [0], [0], [1.0]), {"step_weight": torch.tensor([NAN])}, "weight of step 0 is negative or not finite"),
+        (
+            ([0.0], [0], [0], [1.0]),
+            {"step_weight": torch.tensor([NAN])},
+            "weight of step 0 is negative or not finite",
+        ),
         (([0.0], [0], [0], [NAN]), {}, "segment 0: advantage nan"),
         (([0.0], [0], [0], [1.0]), {"num_samples": 0.0}, "num_samples 0.0 must be positive"),
         (([800.0], [0], [0], [-1.0]), {}, "ratio overflows at index 0"),
-        (([0.0], [0], [0], [1.0]), {"step_type": torch.tensor([4]), "num_types": 2}, "step_type must be in 0..1"),
+        (
+            ([0.0], [0], [0], [1.0]),
+            {"step_type": torch.tensor([4]), "num_types": 2},
+            "step_type must be in 0..1",
+        ),
     ],
 )
 def test_bad_numbers_are_named_errors(arguments, options, message):
