@@ -85,7 +85,8 @@ class Agent:
             waits = [job.ends_at for job in self.jobs if not job.is_timeout] + [at for at, _ in self.timers]
             timeout = max(0.0, min(waits) - now) if waits else None
             for key, _ in self.selector.select(timeout):
-                key.data()
+                if self.selector.get_map().get(key.fd) is key:
+                    key.data()
             now = time.monotonic()
             for timer in [timer for timer in self.timers if timer[0] <= now]:
                 self.timers.remove(timer)

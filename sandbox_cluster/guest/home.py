@@ -44,6 +44,7 @@ def x_resources(config: DesktopConfig) -> str:
     return (
         "Xft.dpi: 96\nXft.antialias: 1\nXft.hinting: 1\nXft.hintstyle: hintslight\nXft.rgba: none\n"
         f"*TkDefaultFont: {{{FONT}}} -{config.font_px}\nTk*font: {{{FONT}}} -{config.font_px}\n"
+        "*insertOffTime: 0\n"
         f"XTerm*faceName: {MONO_FONT}\nXTerm*faceSize: {_points(config)}\nXTerm*cursorBlink: false\n"
     )
 

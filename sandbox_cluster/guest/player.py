@@ -15,6 +15,11 @@ from sandbox_cluster.guest.keys import keysym_of, keysym_of_char
 from sandbox_cluster.guest.x11 import XConnection
 
 _SHIFT = keysym_of("shift")
+_LAST_WITH_STATE = 5
+"""Buttons above have no place in the pointer state."""
+RELEASE_TIMEOUT_S = 1.0
+"""The window manager holds a click back until it has raised and focused the window; keys sent meanwhile would overtake it.
+The button's release takes effect only then, so that is waited for, at most so long."""
 REMAP_WAIT_S = 0.03
 """After a change of the layout and before it is used."""
 REUSE_WAIT_S = 0.1
@@ -47,8 +52,7 @@ class Player:
             if isinstance(event, Move):
                 self._move(event)
             elif isinstance(event, Button):
-                self._x.button(event.number, event.is_down)
-                (self._buttons_down.add if event.is_down else self._buttons_down.discard)(event.number)
+                self._button(event)
             elif isinstance(event, Key):
                 self._key(event)
             elif isinstance(event, Text):
@@ -64,6 +68,18 @@ class Player:
         self._keys_down.clear()
         self._buttons_down.clear()
         self._x.sync()
+
+    def _button(self, event: Button) -> None:
+        self._x.button(event.number, event.is_down)
+        if event.is_down:
+            self._buttons_down.add(event.number)
+            return
+        self._buttons_down.discard(event.number)
+        deadline = time.monotonic() + RELEASE_TIMEOUT_S
+        while event.number <= _LAST_WITH_STATE and self._x.is_button_down(event.number):
+            if time.monotonic() > deadline:
+                return
+            time.sleep(0.001)
 
     def _move(self, event: Move) -> None:
         if event.num_steps > 1:

@@ -56,9 +56,15 @@ class XConnection:
 
     def pointer(self) -> tuple[int, int]:
         """The pointer's place in pixels (QueryPointer)."""
-        reply = self._ask(struct.pack("<BxHI", 38, 2, self.root))
-        x_px, y_px = struct.unpack_from("<hh", reply, 16)
+        x_px, y_px = struct.unpack_from("<hh", self._query_pointer(), 16)
         return x_px, y_px
+
+    def is_button_down(self, number: int) -> bool:
+        """Whether the server holds button 1..5 for pressed (QueryPointer)."""
+        return bool(struct.unpack_from("<H", self._query_pointer(), 24)[0] & 0x80 << number)
+
+    def _query_pointer(self) -> bytes:
+        return self._ask(struct.pack("<BxHI", 38, 2, self.root))
 
     # keyboard map
 

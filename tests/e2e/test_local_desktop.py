@@ -1,0 +1,394 @@
+"""Real desktops in namespaces: real applications, real input, and nothing left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+import uuid
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from sandbox_cluster.api import ExecuteReply, ExecuteRequest, Settle, StepRequest
+from sandbox_cluster.guest.events import Button, Move
+from sandbox_cluster.providers.base import Capture
+from sandbox_cluster.providers.desktop import Desktop
+from sandbox_cluster.providers.local import LocalProvider
+from slime_cua.config.sandbox import DesktopConfig
+from slime_cua.core.actions import CodeAction, GuiAction
+from slime_cua.core.coordinates import Point
+from slime_cua.core.errors import SandboxError
+
+pytestmark = pytest.mark.desktop
+FIRST_UID = 61500
+TEXT = 'héllo <你好> €Ω 😀 "x" [a]{b}|~\\\nsecond line\tTAB'
+PATIENT = Settle(quiet_ms=200, max_ms=5000)
+needs_root = pytest.mark.skipif(os.getuid() != 0, reason="a host user per slot needs root")
+
+
+def config(**changes: object) -> DesktopConfig:
+    return DesktopConfig(**{"screen_wh_px": (640, 384), "first_uid": FIRST_UID, **changes})
+
+
+@pytest.fixture
+async def make(tmp_path: Path) -> AsyncIterator[Callable[..., LocalProvider]]:
+    made: list[LocalProvider] = []
+
+    def build(max_boots: int = 2, **changes: object) -> LocalProvider:
+        made.append(
+            LocalProvider(config(**changes), tmp_path / str(len(made)), f"e2e-{len(made)}", max_boots)
+        )
+        return made[-1]
+
+    yield build
+    for provider in made:
+        await provider.close()
+
+
+@pytest.fixture
+async def desktop(make: Callable[..., LocalProvider]) -> Desktop:
+    return await make().boot(0)
+
+
+async def do(desktop: Desktop, *actions: GuiAction, settle: Settle = PATIENT) -> Capture:
+    return await desktop.step(StepRequest(action_id=uuid.uuid4().hex, actions=actions, settle=settle))
+
+
+async def code(desktop: Desktop, text: str, language: str = "bash", timeout_s: float = 20.0) -> ExecuteReply:
+    action = CodeAction(language=language, code=textwrap.dedent(text))  # type: ignore[arg-type]
+    return await desktop.execute(
+        ExecuteRequest(action_id=uuid.uuid4().hex, action=action, timeout_s=timeout_s)
+    )
+
+
+async def window(desktop: Desktop, title: str, timeout_s: float = 20.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while title not in (listed := (await desktop.run(["wmctrl", "-lG"])).stdout):
+        assert time.monotonic() < deadline, f"no window {title!r} in {listed!r}"
+        await asyncio.sleep(0.05)
+
+
+def at(x: int, y: int) -> Point:
+    return Point(x=x, y=y, space="pixels")
+
+
+def picture(capture: Capture) -> Image.Image:
+    return Image.open(io.BytesIO(capture.png)).convert("RGB")
+
+
+def processes_of(*uids: int) -> list[str]:
+    found = []
+    for folder in Path("/proc").iterdir():
+        try:
+            if folder.name.isdigit() and folder.stat().st_uid in uids:
+                found.append((folder / "cmdline").read_text().replace("\0", " "))
+        except OSError:
+            continue
+    return found
+
+
+async def gone(uid: int, timeout_s: float = 10.0) -> list[str]:
+    """What is left of the user's processes after a while."""
+    deadline = time.monotonic() + timeout_s
+    while (left := processes_of(uid)) and time.monotonic() < deadline:  # noqa: ASYNC110
+        await asyncio.sleep(0.02)
+    return left
+
+
+def num_files() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+def groups(pattern: str) -> list[Path]:
+    return list(Path("/sys/fs/cgroup").glob(f"*/slime_cua/{pattern}"))
+
+
+def num_mounts() -> int:
+    return len(Path("/proc/self/mounts").read_text().splitlines())
+
+
+@pytest.mark.parametrize("size", [(640, 384), (1504, 832), (801, 603)])
+async def test_text_in_any_script_typed_into_an_editor_is_in_the_saved_file(
+    make: Callable[..., LocalProvider], size: tuple[int, int]
+) -> None:
+    desktop = await make(screen_wh_px=size).boot(0)
+    await desktop.launch(["mousepad", "note.txt"])
+    await window(desktop, "Mousepad")
+    await do(desktop, GuiAction(kind="left_click", point=Point(x=500, y=500)))
+    capture = await do(desktop, GuiAction(kind="type", text=TEXT))
+    assert picture(capture).size == size
+    await do(desktop, GuiAction(kind="key", keys=("ctrl", "s")))
+    await asyncio.sleep(0.3)
+    assert (await desktop.get_file("note.txt")).decode() == TEXT
+
+
+async def test_a_click_and_text_in_one_step_arrive_in_order_in_a_tk_form(
+    make: Callable[..., LocalProvider],
+) -> None:
+    program = """
+        import tkinter as tk
+        root = tk.Tk()
+        root.title("Form")
+        entries = [tk.Entry(root) for _ in range(2)]
+        for entry in entries:
+            entry.place(relx=0.1, rely=0.1 + 0.3 * entries.index(entry), relwidth=0.8, relheight=0.2)
+        save = lambda: open("out.txt", "w").write("|".join(entry.get() for entry in entries))
+        tk.Button(root, text="Save", command=save).place(relx=0.4, rely=0.8, relwidth=0.2, relheight=0.15)
+        root.mainloop()
+    """
+    desktop = await make(maximise=True).boot(0)
+    await desktop.put_file("form.py", textwrap.dedent(program).encode())
+    await desktop.launch(["python3", "form.py"])
+    await window(desktop, "Form")
+    await do(desktop)
+    await do(
+        desktop,
+        GuiAction(kind="left_click", point=at(320, 200)),
+        GuiAction(kind="type", text="two"),
+        GuiAction(kind="left_click", point=at(320, 90)),
+        GuiAction(kind="type", text="öne"),
+        GuiAction(kind="left_click", point=at(320, 355)),
+    )
+    assert (await desktop.get_file("out.txt")).decode() == "öne|two"
+
+
+async def test_maximise_gives_the_whole_screen_to_a_normal_window(make: Callable[..., LocalProvider]) -> None:
+    desktop = await make(maximise=True).boot(0)
+    await desktop.launch(["xterm", "-T", "Wide"])
+    await window(desktop, "Wide")
+    await asyncio.sleep(0.3)
+    line = (await desktop.run(["wmctrl", "-lG"])).stdout.split()
+    assert int(line[4]) > 620 and int(line[5]) > 340
+
+
+async def test_the_screenshot_shows_the_pointer(desktop: Desktop) -> None:
+    away = picture(await do(desktop, GuiAction(kind="mouse_move", point=at(20, 20))))
+    here = picture(await do(desktop, GuiAction(kind="mouse_move", point=at(300, 200))))
+    box = (300, 200, 312, 220)
+    assert len(set(away.crop(box).getdata())) == 1
+    assert len(set(here.crop(box).getdata())) > 1
+
+
+async def test_buttons_left_down_are_seen_down_and_a_drag_moves_a_window(desktop: Desktop) -> None:
+    await desktop.launch(["xterm", "-T", "Small", "-geometry", "30x5+100+100"])
+    await window(desktop, "Small")
+    before = (await desktop.run(["wmctrl", "-lG"])).stdout.split()
+    x_px, y_px = int(before[2]), int(before[3])
+    title_bar = at(x_px + 60, y_px - 30)
+    await do(desktop, GuiAction(kind="mouse_move", point=title_bar))
+    await do(desktop, GuiAction(kind="left_click_drag", point=at(x_px + 160, y_px + 20)))
+    after = (await desktop.run(["wmctrl", "-lG"])).stdout.split()
+    assert (int(after[2]) - x_px, int(after[3]) - y_px) == (100, 50)
+
+
+async def test_a_changing_screen_is_not_settled_and_the_wait_is_bounded(desktop: Desktop) -> None:
+    await desktop.launch(["xterm", "-T", "Clock", "-e", "while :; do date +%N; sleep 0.01; done"])
+    await window(desktop, "Clock")
+    started = time.monotonic()
+    capture = await do(desktop, settle=Settle(quiet_ms=150, max_ms=600))
+    assert not capture.is_settled
+    assert time.monotonic() - started < 3
+
+
+async def test_a_timeout_ends_the_program_and_all_that_it_started(desktop: Desktop) -> None:
+    reply = await code(desktop, "sleep 1000 & (sleep 1000 &) ; setsid sleep 1000 & sleep 1000", timeout_s=0.5)
+    assert reply.is_timeout
+    assert "sleep 1000" not in (await desktop.run(["ps", "ax"])).stdout
+
+
+async def test_a_flood_of_output_is_cut_and_costs_no_memory(desktop: Desktop) -> None:
+    reply = await code(desktop, "head -c 300000000 /dev/zero | tr '\\0' x; echo end >&2")
+    assert reply.is_truncated and len(reply.stdout) == 20_000 and reply.stderr == "end\n"
+
+
+async def test_a_program_left_running_does_not_hold_the_answer_back(desktop: Desktop) -> None:
+    started = time.monotonic()
+    reply = await code(desktop, "sleep 30 & echo started")
+    assert reply.stdout == "started\n" and time.monotonic() - started < 5
+
+
+async def test_code_starts_in_home_with_a_display_and_a_python(desktop: Desktop) -> None:
+    reply = await code(
+        desktop, "pwd; echo $DISPLAY $USER; python -c 'import tkinter; tkinter.Tk(); print(1)'"
+    )
+    assert reply.stdout.split() == ["/home/user", ":0", "user", "1"]
+
+
+ESCAPES = {
+    "host files": "cat /etc/shadow /root/.bashrc /work/* 2>/dev/null; ls /root /home/user/.. 2>/dev/null | grep -v user",
+    "other processes": "ls /proc | grep -E '^[0-9]+$' | wc -l | awk '$1 > 12'",
+    "network": "python3 -c 'import socket; socket.create_connection((\"1.1.1.1\", 53), 2); print(1)'",
+    "host loopback": "python3 -c 'import socket; socket.create_connection((\"127.0.0.1\", PORT), 2); print(1)'",
+    "new namespace": "unshare -U true && echo 1; unshare -n true && echo 1",
+    "mount": "mount -t tmpfs none /tmp && echo 1",
+    "write to the system": "touch /usr/bin/x /etc/x /x /agent.py 2>/dev/null && echo 1",
+    "trace": "python3 -c 'import ctypes; print(1) if ctypes.CDLL(None).ptrace(16, 2, 0, 0) == 0 else 0'",
+    "agent memory": "head -c 1 /proc/2/mem; cat /proc/2/environ; ls /proc/2/fd",
+    "kernel log": "dmesg && echo 1",
+    "set user id": "find / -xdev -perm -4000 -exec {} --version ';' -quit >/dev/null 2>&1; su -c 'echo 1' </dev/null",
+    "devices": "ls /dev | grep -E 'sd|nvme|kvm|mem'",
+    "cgroups": "ls /sys/fs/cgroup && echo 1",
+}
+
+
+@pytest.mark.parametrize("kind", sorted(ESCAPES))
+async def test_an_escape_attempt_gets_nothing(desktop: Desktop, kind: str) -> None:
+    server = await asyncio.start_server(lambda reader, writer: writer.close(), "127.0.0.1", 0)
+    port = str(server.sockets[0].getsockname()[1])
+    reply = await code(desktop, ESCAPES[kind].replace("PORT", port))
+    server.close()
+    await server.wait_closed()
+    assert reply.stdout == "", reply
+    assert desktop.is_alive
+
+
+async def test_a_fork_bomb_stays_inside_and_the_desktop_lives(desktop: Desktop) -> None:
+    bomb = "import os, time\nfor _ in range(500):\n    if os.fork() == 0:\n        time.sleep(60)\n        os._exit(0)"
+    reply = await code(desktop, bomb, "python", timeout_s=3)
+    assert reply.returncode != 0 and ("BlockingIOError" in reply.stderr or "Resource" in reply.stderr)
+    await desktop.screenshot()
+
+
+async def test_a_full_disk_inside_is_the_programs_error_and_not_ours(desktop: Desktop) -> None:
+    reply = await code(
+        desktop, "for n in 1 2 3; do head -c 200000000 /dev/zero > /tmp/f$n || echo full; done; rm /tmp/f*"
+    )
+    assert "full" in reply.stdout
+    await desktop.screenshot()
+
+
+@needs_root
+async def test_too_much_memory_ends_the_program_and_not_the_desktop(desktop: Desktop) -> None:
+    reply = await code(desktop, "x = bytearray(900 << 20)\nprint(len(x))", "python")
+    assert reply.returncode != 0 and reply.stdout == ""
+    await do(desktop, GuiAction(kind="left_click", point=at(5, 5)))
+
+
+async def test_a_cut_framebuffer_is_an_error_of_the_desktop(desktop: Desktop) -> None:
+    await code(desktop, ": > /run/fb/Xvfb_screen0")
+    with pytest.raises(SandboxError, match="too short"):
+        await desktop.screenshot()
+
+
+async def test_an_x_server_that_stands_still_is_an_error_in_bounded_time(desktop: Desktop) -> None:
+    await code(desktop, "kill -STOP $(pidof Xvfb)")
+    started = time.monotonic()
+    with pytest.raises(SandboxError, match="X server"):
+        await desktop.play([Move(5, 5), Button(1, True)], Settle())
+    assert time.monotonic() - started < 15
+
+
+async def test_a_desktop_whose_agent_dies_is_known_to_be_gone(desktop: Desktop) -> None:
+    with pytest.raises(SandboxError):
+        await code(desktop, "kill -9 2; sleep 5")
+    assert not desktop.is_alive
+
+
+async def test_boot_and_kill_leak_no_file_process_mount_or_group(make: Callable[..., LocalProvider]) -> None:
+    provider = make()
+    await (await provider.boot(3)).kill()
+    before = (num_files(), num_mounts())
+    for _ in range(3):
+        desktop = await provider.boot(3)
+        assert processes_of(FIRST_UID + 3) or os.getuid() != 0
+        await desktop.kill()
+    assert (num_files(), num_mounts()) == before
+    assert await gone(FIRST_UID + 3) == []
+    assert not groups("e2e-*-3")
+
+
+OWNER = """
+import asyncio, os, sys
+from pathlib import Path
+from sandbox_cluster.providers.local import LocalProvider
+from slime_cua.config.sandbox import DesktopConfig
+
+async def main():
+    config = DesktopConfig(screen_wh_px=(640, 384), first_uid=int(sys.argv[2]))
+    provider = LocalProvider(config, Path(sys.argv[1]), "owner")
+    desktops = await asyncio.gather(provider.boot(4), provider.boot(5))
+    await desktops[0].launch(["xterm"])
+    print("ready", flush=True)
+    await asyncio.sleep(100)
+
+if len(sys.argv) > 3:
+    import sandbox_cluster.api, sandbox_cluster.guest.agent, encodings.idna
+    os.setgid(int(sys.argv[3])); os.setuid(int(sys.argv[3])); os.environ["HOME"] = "/tmp"
+asyncio.run(main())
+"""
+
+
+@pytest.mark.parametrize("user", [None, pytest.param(FIRST_UID + 90, marks=needs_root)])
+async def test_nothing_lives_on_when_the_owner_is_killed(tmp_path: Path, user: int | None) -> None:
+    uids = (FIRST_UID + 4, FIRST_UID + 5) if user is None else (user,)
+    state_dir = tmp_path / "state"
+    state_dir.mkdir()
+    if user is not None:
+        os.chown(state_dir, user, user)
+        for folder in (tmp_path, *tmp_path.parents[:2]):
+            folder.chmod(0o755)
+    command = [sys.executable, "-c", OWNER, str(state_dir), str(FIRST_UID), *([str(user)] if user else [])]
+    mounts = num_mounts()
+    environment = {**os.environ, "PYTHONPATH": "."}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as owner:  # noqa: ASYNC220
+        assert owner.stdout is not None and await asyncio.to_thread(owner.stdout.readline) == "ready\n"
+        assert os.getuid() != 0 or any("xterm" in line for line in processes_of(*uids))
+        owner.send_signal(signal.SIGKILL)
+    for uid in uids if os.getuid() == 0 else ():
+        assert await gone(uid) == []
+    assert num_mounts() == mounts
+    heir = LocalProvider(config(), state_dir, "owner")
+    assert await heir.reap() == 0
+    assert not groups("owner-*")
+    assert not list(state_dir.rglob("slot-*.json"))
+    await heir.close()
+
+
+async def test_a_second_owner_of_the_same_label_is_refused(
+    make: Callable[..., LocalProvider], tmp_path: Path
+) -> None:
+    provider = make()
+    await provider.boot(0)
+    other = LocalProvider(config(), tmp_path / "0", "e2e-0")
+    with pytest.raises(SandboxError, match="another running process"):
+        await other.reap()
+    await other.close()
+
+
+async def test_a_boot_past_its_deadline_is_an_error_and_leaves_nothing(
+    make: Callable[..., LocalProvider],
+) -> None:
+    provider = make(boot_timeout_s=0.02)
+    with pytest.raises(SandboxError, match=r"not ready in 0\.02 s"):
+        await provider.boot(6)
+    assert await gone(FIRST_UID + 6) == []
+
+
+async def test_a_cancelled_boot_leaves_nothing_and_frees_the_slot(make: Callable[..., LocalProvider]) -> None:
+    provider = make()
+    for wait_s in (0.001, 0.03, 0.1):
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(provider.boot(7), wait_s)
+    assert await gone(FIRST_UID + 7) == []
+    await provider.boot(7)
+
+
+async def test_golden_home_is_copied_and_a_write_stays_in_its_desktop(
+    make: Callable[..., LocalProvider], tmp_path: Path
+) -> None:
+    golden = tmp_path / "golden"
+    (golden / "Documents").mkdir(parents=True)
+    (golden / "Documents" / "report.txt").write_text("golden")
+    provider = make(golden_home=str(golden))
+    one, two = await asyncio.gather(provider.boot(0), provider.boot(1))
+    await one.put_file("Documents/report.txt", b"changed")
+    assert await two.get_file("Documents/report.txt") == b"golden"
+    assert (golden / "Documents" / "report.txt").read_text() == "golden"
