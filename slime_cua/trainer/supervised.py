@@ -7,7 +7,7 @@ Legend: N source tokens over all samples, S samples, L expanded tokens of each.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from slime_cua.config.trainer import TrainerConfig
 from slime_cua.core.errors import DataError
 from slime_cua.trainer.batch import Microbatch
 from slime_cua.trainer.images import PatchConfig, patchify
+from slime_cua.trainer.prefetch import prefetch
 from slime_cua.trainer.rank import TrainerRank
 from slime_cua.trainer.streams import expand_streams
 
@@ -63,20 +64,18 @@ class SupervisedTrainer:
 
     def step(self, batch: Sequence[Any]) -> float:
         """One optimiser step; the mean negative log-prob of the batch's trained tokens before it, in nats."""
-        optimizer = self.rank.optimizer
-        with megatron_patches.cpu_scope():
-            self.rank.model.module.train()
-            optimizer.zero_grad()
-            loss = self._run(batch, with_backward=True)
-            optimizer.reduce_gradients()
-            self.last_step = optimizer.step()
-            return float(loss)
+        return self._step(self._prepare(batch))
+
+    def run(self, batches: Iterable[Sequence[Any]]) -> Iterator[float]:
+        """step() over a stream, the next batch drawn and prepared in a thread while the device works. Gives the losses."""
+        for prepared in prefetch(self._prepare(batch) for batch in batches):
+            yield self._step(prepared)
 
     def loss(self, batch: Sequence[Any]) -> float:
         """The same mean without a step."""
         with megatron_patches.cpu_scope(), torch.no_grad():
             self.rank.model.module.eval()
-            return float(self._run(batch, with_backward=False))
+            return float(self._run(self._prepare(batch), with_backward=False))
 
     def export_hf(self, target: Path | str, dtype: str = "source") -> None:
         """Write a Hugging Face folder with the current weights; see TrainerRank.export_hf."""
@@ -86,12 +85,28 @@ class SupervisedTrainer:
         """Leave the job."""
         self.rank.close()
 
-    def _run(self, batch: Sequence[Any], with_backward: bool) -> torch.Tensor:
+    def _step(self, prepared: tuple[list[Microbatch], int]) -> float:
+        optimizer = self.rank.optimizer
+        with megatron_patches.cpu_scope():
+            self.rank.model.module.train()
+            optimizer.zero_grad()
+            loss = self._run(prepared, with_backward=True)
+            optimizer.reduce_gradients()
+            self.last_step = optimizer.step()
+            return float(loss)
+
+    def _prepare(self, batch: Sequence[Any]) -> tuple[list[Microbatch], int]:
+        """This rank's micro-batches on its device, and the trained tokens of the whole batch."""
         samples = [s if isinstance(s, SupervisedSample) else SupervisedSample(*s) for s in batch]
         layout, budget = self.rank.layout, self.rank.config.max_tokens_per_rank
         num_tokens = sum(int(np.sum(s.is_trained)) for s in samples)
+        return list(self._packs(samples[layout.dp_rank :: layout.dp_size], budget)), num_tokens
+
+    def _run(self, prepared: tuple[list[Microbatch], int], with_backward: bool) -> torch.Tensor:
+        packs, num_tokens = prepared
+        layout = self.rank.layout
         total = torch.zeros((), device=layout.device)
-        for pack in self._packs(samples[layout.dp_rank :: layout.dp_size], budget):
+        for pack in packs:
             logp_R, _ = self.rank.model.logprobs(pack, 1.0)
             value = -logp_R.sum() / max(num_tokens, 1)
             if with_backward:
@@ -154,7 +169,7 @@ def build_equal_lengths(
     empty = torch.zeros(num_rows, device=device)
 
     def put(values: NDArray[Any]) -> torch.Tensor:
-        tensor = torch.from_numpy(np.ascontiguousarray(values))
+        tensor = torch.from_numpy(np.require(values, requirements="CW"))
         return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
     return Microbatch(
