@@ -26,9 +26,10 @@ def torch_linear_logprob(
     entropy_grad: bool,
     main_grad: torch.Tensor | None,
     memory: str,
+    block_bytes: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """See linear_logprob. Works on any device; arguments were checked there."""
-    head = _Head(weight_VH, temperature, vocab_size, tp_group, memory)
+    """See linear_logprob. Works on any device; arguments were checked there. block_bytes: of one block's logits."""
+    head = _Head(weight_VH, temperature, vocab_size, tp_group, block_bytes or _BLOCK_BYTES[memory])
     if not target_R.is_cuda and target_R.numel():
         low, high = int(target_R.min()), int(target_R.max())
         if low < 0 or high >= vocab_size:
@@ -50,7 +51,7 @@ class _Head:
         temperature: float,
         vocab_size: int,
         tp_group: dist.ProcessGroup | None,
-        memory: str,
+        block_bytes: int,
     ) -> None:
         self.group = tp_group
         self.world = dist.get_world_size(tp_group) if tp_group is not None else 1
@@ -60,7 +61,7 @@ class _Head:
         self.num_real = min(max(vocab_size - self.first_id, 0), self.num_rows)
         self.inverse_temperature = 1.0 / temperature
         self.dtype = torch.float64 if weight_VH.dtype == torch.float64 else torch.float32
-        self.block_rows = max(1, _BLOCK_BYTES[memory] // (self.dtype.itemsize * max(1, self.num_rows)))
+        self.block_rows = max(1, block_bytes // (self.dtype.itemsize * max(1, self.num_rows)))
 
     def logits(self, hidden_BH: torch.Tensor, weight_VH: torch.Tensor) -> torch.Tensor:
         """Logits [B, V] over the temperature, accumulated in fp32; padding holds -inf."""

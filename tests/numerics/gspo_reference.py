@@ -137,7 +137,9 @@ def loop_token_loss(
     """grpo, dapo, cispo, sft. frozen: the batch whose ratios are constants in cispo (the undisturbed one)."""
     segments = steps_of(batch)
     frozen_ratio = {
-        id(t): math.exp(f.logp - f.old_logp) for t, f in zip(batch.tokens, frozen.tokens) if t.is_trained
+        id(t): math.exp(f.logp - f.old_logp)
+        for t, f in zip(batch.tokens, frozen.tokens, strict=True)
+        if t.is_trained
     }
 
     def value(token: Token) -> float:

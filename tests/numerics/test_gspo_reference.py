@@ -5,6 +5,10 @@ import itertools
 
 import pytest
 import torch
+
+from slime_cua.algo.gspo import gspo_loss
+from slime_cua.algo.losses import LOSSES, LossInputs
+from slime_cua.config.algo import LossConfig
 from tests.numerics.gspo_reference import (
     finite_differences,
     loop_gspo,
@@ -12,10 +16,6 @@ from tests.numerics.gspo_reference import (
     random_batch,
     steps_of,
 )
-
-from slime_cua.algo.gspo import gspo_loss
-from slime_cua.algo.losses import LOSSES, LossInputs
-from slime_cua.config.algo import LossConfig
 
 CLIPS = [(5e-4, 7e-4, None), (0.05, 0.08, None), (0.2, 0.28, 1.05)]
 
