@@ -10,7 +10,7 @@ from typing import Any
 
 from rollout.actions import ActionSpace, system_prompt, tool_schemas
 from rollout.actions.prompts import PromptStyle, tools_section
-from rollout.renderer.template import ChatTemplate, Part
+from rollout.renderer.template import ChatTemplate, ObservationRole, Part
 from slime_cua.core.errors import ConfigError
 from slime_cua.core.types import ImageRef, Observation
 from slime_cua.data.expand import ImageProcessorConfig, expand_image_placeholders, num_image_tokens
@@ -39,10 +39,10 @@ class Renderer:
         hf_dir: Path | str,
         space: ActionSpace,
         prompt: PromptStyle = "full",
-        observation_role: str = "tool",
+        observation_role: ObservationRole = "auto",
         template_options: dict[str, Any] | None = None,
     ) -> None:
-        """`template_options` go to the chat template, e.g. {"enable_thinking": False}.
+        """`observation_role` "auto": tool, where the template has tool responses, else user. `template_options` go to the chat template, e.g. {"enable_thinking": False}.
 
         Raises ConfigError when the folder lacks a file or its template cannot be appended to.
         """
@@ -160,7 +160,7 @@ def _text(text: str) -> Part:
 
 
 def _template(
-    tokenizer: Any, space: ActionSpace, style: PromptStyle, role: str, options: dict[str, Any]
+    tokenizer: Any, space: ActionSpace, style: PromptStyle, role: ObservationRole, options: dict[str, Any]
 ) -> ChatTemplate:
     system = system_prompt(space, style)
     if style == "short":

@@ -8,13 +8,17 @@ sampled. Whether the template really is such a chain is tried when it is loaded.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from slime_cua.core.errors import ConfigError
 
 MARK = "ZQANSWERQZ"
 """Stands for an answer while the template is rendered."""
 THOUGHT = "ZQTHOUGHTQZ"
+
+
+ObservationRole = Literal["auto", "tool", "user"]
+"""Who says an observation: a tool, where the template knows tool responses, or the user."""
 
 
 class Tokenizer(Protocol):
@@ -39,15 +43,18 @@ class ChatTemplate:
         tokenizer: Tokenizer,
         system: str,
         tools: Sequence[dict[str, Any]] = (),
-        observation_role: str = "tool",
+        observation_role: ObservationRole = "auto",
         options: dict[str, Any] | None = None,
     ) -> None:
         self._tokenizer = tokenizer
         self._system = {"role": "system", "content": system}
         self._tools = list(tools) or None
-        self._role = observation_role
         self._options = dict(options or {})
-        probe = [{"type": "text", "text": "task"}]
+        probe: list[Part] = [{"type": "text", "text": "task"}]
+        self._role: str = observation_role
+        if observation_role == "auto":
+            self._role = "tool"
+            self._role = "tool" if "<tool_response>" in self._rendered_observation(probe) else "user"
         head = self.head(probe)
         with_opening = self._render(self._start(probe), add_generation_prompt=True)
         self.opening = _after(with_opening, head, "the generation prompt")
@@ -73,6 +80,10 @@ class ChatTemplate:
         for answer, content in turns:
             messages += [_answer(answer), self._observation(content)]
         return self._render(messages, add_generation_prompt=True)
+
+    def _rendered_observation(self, content: Sequence[Part]) -> str:
+        start = self._start([{"type": "text", "text": "task"}])
+        return self._render([*start, _answer(MARK), self._observation(content)])
 
     def _start(self, task: Sequence[Part]) -> list[dict[str, Any]]:
         return [self._system, {"role": "user", "content": list(task)}]
@@ -102,9 +113,8 @@ class ChatTemplate:
         said = f"{THOUGHT}\n</think>\n\n{MARK}" if is_thinking else MARK
         piece = self.observation(seen)
         rendered = self.one_shot(task, [(said, seen), (said, seen)])
-        if rendered == head + 2 * (self.opening + said + piece) + self.opening and self._keeps_thought(
-            task, seen
-        ):
+        is_chain = rendered == head + 2 * (self.opening + said + piece) + self.opening
+        if is_chain and ("</think>" in self.opening or self._keeps_thought(task, seen)):
             return self.opening, True
         first = rendered.split(MARK)[0]
         history_opening = _after(first, head, "an earlier answer")
