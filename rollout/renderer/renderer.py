@@ -11,6 +11,7 @@ from typing import Any
 from rollout.actions import ActionSpace, system_prompt, tool_schemas
 from rollout.actions.prompts import PromptStyle, tools_section
 from rollout.renderer.template import ChatTemplate, ObservationRole, Part
+from slime_cua.config.rollout import RendererConfig
 from slime_cua.core.errors import ConfigError
 from slime_cua.core.types import ImageRef, Observation
 from slime_cua.data.expand import ImageProcessorConfig, expand_image_placeholders, num_image_tokens
@@ -63,6 +64,12 @@ class Renderer:
             self.tokenizer, space, prompt, observation_role, dict(template_options or {})
         )
         self._think_close = self.ids_of_text("</think>")
+
+    @classmethod
+    def from_config(cls, hf_dir: Path | str, config: RendererConfig, space: ActionSpace) -> Renderer:
+        """The renderer of a run."""
+        options = {} if config.enable_thinking is None else {"enable_thinking": config.enable_thinking}
+        return cls(hf_dir, space, config.prompt, config.observation_role, options)
 
     @property
     def keeps_answers(self) -> bool:

@@ -47,11 +47,21 @@ class ActionSpaceConfig(ConfigModel):
     """`short`: a few tokens, for policies too small for the whole tool description."""
 
 
+class RendererConfig(ConfigModel):
+    prompt: Literal["full", "short"] = "full"
+    """System prompt: OS-Helix' with the tool schemas, or a few tokens for a policy that knows its tools by heart."""
+    observation_role: Literal["auto", "tool", "user"] = "auto"
+    """Who says an observation; auto: a tool, where the model's template knows tool responses."""
+    enable_thinking: bool | None = None
+    """Passed to the chat template; None leaves the template's own default."""
+
+
 class RolloutConfig(ConfigModel):
     engine: EngineConfig = EngineConfig()
     sampling: SamplingConfig = SamplingConfig()
     context: ContextConfig = ContextConfig()
     action_space: ActionSpaceConfig = ActionSpaceConfig()
+    renderer: RendererConfig = RendererConfig()
     groups_per_step: int = Field(8, ge=1)
     episodes_per_group: int = Field(8, ge=1)
     max_turns: int = Field(50, ge=1)
