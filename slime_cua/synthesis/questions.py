@@ -56,6 +56,7 @@ class Question:
 
     def opening(self, rng: np.random.Generator | None = None) -> str:
         """The question as text, ending with ": "; plain wording without `rng`, else a random one."""
+        forms: tuple[str, ...]
         if self.kind in POINT_KINDS:
             forms = ("point {}: ", "point to the {}: ", "where is the {}: ", "where is {}: ")
         elif self.kind in ("tell_color", "tell_shape", "tell_word"):

@@ -67,8 +67,11 @@ def make_screen(rng: np.random.Generator, look: Look) -> Screen:
     pixels[:] = theme.desk
     screen = Screen(pixels, is_dark)
     room = _draw_windows(rng, screen, theme, look)
-    for box in _places(rng, room, between(rng, *look.num_items), look):
-        screen.items.append(draw_item(rng, pixels, theme, box, look))
+    colours = [str(name) for name in rng.permutation(list(HUES))] if look.are_colors_distinct else []
+    num_items = between(rng, *look.num_items)
+    for box in _places(rng, room, min(num_items, len(colours) or num_items), look):
+        color = colours.pop() if look.are_colors_distinct else None
+        screen.items.append(draw_item(rng, pixels, theme, box, look, color))
     if rng.random() < 0.5:
         screen.pointer = between(rng, 0, width - 12), between(rng, 0, height - 17)
         canvas.pointer(pixels, *screen.pointer)

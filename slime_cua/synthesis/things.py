@@ -32,6 +32,8 @@ class Look(ConfigModel):
     side_px: tuple[int, int] = (36, 200)
     """Shortest and longest side of a thing."""
     kinds: tuple[Kind, ...] = ("button", "circle", "square", "triangle", "cross", "box", "field")
+    are_colors_distinct: bool = False
+    """Each thing has a colour of its own, so that no more than six are shown."""
     window_share: float = Field(0.7, ge=0, le=1)
     """Share of the screens that have windows; the others are a bare desktop."""
     dark_share: float = Field(0.35, ge=0, le=1)
@@ -139,12 +141,13 @@ def center_text(pixels: np.ndarray, box: Box, words: str, size_px: int, rgb: Rgb
     canvas.text(pixels, (x0, y0), words, size_px, rgb, is_bold)
 
 
-def draw_item(rng: np.random.Generator, pixels: np.ndarray, theme: Theme, box: Box, look: Look) -> Item:
-    """Draw a random thing into `box`; returns it with the box that it really takes."""
+def draw_item(
+    rng: np.random.Generator, pixels: np.ndarray, theme: Theme, box: Box, look: Look, color: str | None = None
+) -> Item:
+    """Draw a random thing into `box`; returns it with the box that it really takes. color: None draws one."""
     kind = pick(rng, look.kinds)
-    color = ""
-    if rng.random() < 0.9:
-        color = pick(rng, HUES) if rng.random() < 0.8 else pick(rng, tuple(vocabulary.CONTROL_COLOURS))
+    if color is None:
+        color = _draw_color(rng)
     if kind == "button":
         return _draw_button(rng, pixels, theme, box, color, look)
     if kind == "box":
@@ -152,6 +155,12 @@ def draw_item(rng: np.random.Generator, pixels: np.ndarray, theme: Theme, box: B
     if kind == "field":
         return _draw_field(rng, pixels, theme, box, color, look)
     return _draw_symbol(rng, pixels, theme, box, color, kind)
+
+
+def _draw_color(rng: np.random.Generator) -> str:
+    if rng.random() < 0.1:
+        return ""
+    return pick(rng, HUES) if rng.random() < 0.8 else pick(rng, tuple(vocabulary.CONTROL_COLOURS))
 
 
 def _grey(rng: np.random.Generator, low: int, high: int) -> Rgb:

@@ -55,7 +55,7 @@ class PolicyModel:
         """What a forward calls: the module, or Megatron's DistributedDataParallel around it."""
 
     def logprobs(
-        self, batch: Microbatch, temperature: float, with_entropy: bool = False
+        self, batch: Microbatch, temperature: float, with_entropy: bool = False, entropy_grad: bool = False
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """(log-probs, entropies) of the trained rows under softmax(logits / temperature); fp32 [R].
 
@@ -70,6 +70,7 @@ class PolicyModel:
             vocab_size=self.vocab_size,
             tp_group=self._tp_group(),
             with_entropy=with_entropy,
+            entropy_grad=entropy_grad,
         )
 
     def export(self) -> Iterator[tuple[str, torch.Tensor]]:
