@@ -169,12 +169,10 @@ class _Frame:
         return total / max(float(self.inputs.num_tokens), 1e-30)
 
 
-def _frame(inputs: LossInputs, config: LossConfig, finite: tuple[torch.Tensor, ...] = ()) -> _Frame:
-    logp_T, old_T = inputs.logp_T, inputs.old_logp_T
-    if config.entropy_coef and inputs.entropy_T is None:
-        raise ValueError("entropy_coef is set, so entropy_T [T] must be given, with its gradient")
-    dtype = torch.float64 if logp_T.dtype == torch.float64 else torch.float32
+def step_map(inputs: LossInputs, config: LossConfig) -> tuple[StepMap, torch.Tensor]:
+    """(StepMap, sample weights [S]) of `inputs`, with the checks of log-probs, ids, weights and counts."""
     advantage_S = inputs.advantage_S
+    dtype = torch.float64 if inputs.logp_T.dtype == torch.float64 else torch.float32
     weight_S = inputs.sample_weight_S
     weight_S = torch.ones_like(advantage_S, dtype=dtype) if weight_S is None else weight_S.to(dtype)
     known = inputs.step_weight_K if inputs.step_weight_K is not None else inputs.step_type_K
@@ -187,22 +185,23 @@ def _frame(inputs: LossInputs, config: LossConfig, finite: tuple[torch.Tensor, .
         num_steps=None if known is None else known.shape[0],
         aggregate=config.aggregate,
         dtype=dtype,
-        finite=(logp_T, old_T, *finite),
+        finite=(inputs.logp_T, inputs.old_logp_T),
         cp_group=inputs.cp_group,
     )
     check_samples(advantage_S, weight_S, steps, inputs.num_samples)
-    clean_S = keep(steps.is_present_S, advantage_S.to(dtype))
-    segment_T = steps.segment_of_token()
-    advantage_T = clean_S[segment_T] if steps.num_segments else torch.zeros_like(logp_T, dtype=dtype)
-    clean_T, clean_old_T = keep(steps.is_kept_T, logp_T).to(dtype), keep(steps.is_kept_T, old_T).to(dtype)
+    return steps, weight_S
+
+
+def _frame(inputs: LossInputs, config: LossConfig) -> _Frame:
+    if config.entropy_coef and inputs.entropy_T is None:
+        raise ValueError("entropy_coef is set, so entropy_T [T] must be given, with its gradient")
+    steps, weight_S = step_map(inputs, config)
+    kept_T, dtype = steps.is_kept_T, weight_S.dtype
+    clean_S = keep(steps.is_present_S, inputs.advantage_S.to(dtype))
+    advantage_T = clean_S[steps.segment_of_token()] if steps.num_segments else kept_T.to(dtype)
+    logp_T, old_T = keep(kept_T, inputs.logp_T).to(dtype), keep(kept_T, inputs.old_logp_T).to(dtype)
     return _Frame(
-        steps,
-        clean_T,
-        clean_T - clean_old_T,
-        keep(steps.is_kept_T, advantage_T),
-        weight_S,
-        inputs,
-        config.aggregate,
+        steps, logp_T, logp_T - old_T, keep(kept_T, advantage_T), weight_S, inputs, config.aggregate
     )
 
 

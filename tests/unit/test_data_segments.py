@@ -207,3 +207,23 @@ def test_shuffled_advantages_are_a_seeded_permutation():
     shuffled = [sample.advantage for sample in make_train_samples(groups, config, seed=3)]
     assert sorted(shuffled) == sorted(plain) and shuffled != plain
     assert [sample.advantage for sample in make_train_samples(groups, config, seed=3)] == shuffled
+
+
+def test_start_and_end_tokens_stand_as_sampled_neither_doubled_nor_invented():
+    start, end = 7, 8
+    ended = Turn(
+        index=0,
+        starts_segment=True,
+        context_ids=(start, 30, 31, 32),
+        response_ids=(40, end),
+        response_logp=(-0.1, -0.2),
+        response_versions=(0, 0),
+        action=ACTIONS["gui"],
+    )
+    cut = ended.model_copy(
+        update={"index": 1, "starts_segment": False, "context_ids": (33,), "response_ids": (41, 42)}
+    )
+    episode = make_episode([]).model_copy(update={"turns": (ended, cut)})
+    (segment,) = build_segments(episode)
+    assert segment.token_ids == (start, 30, 31, 32, 40, end, 33, 41, 42)
+    assert segment.token_ids.count(start) == 1 and segment.token_ids.count(end) == 1
