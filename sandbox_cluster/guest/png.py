@@ -19,13 +19,13 @@ def encode_bgrx(pixels_HW4: np.ndarray, level: int = 1) -> bytes:
     Source: PNG specification (W3C), sections 9 and 11.
     """
     height, width, _ = pixels_HW4.shape
+    difference_HW4 = np.empty((height, width, 4), np.uint8)
+    difference_HW4[0] = pixels_HW4[0]
+    np.subtract(pixels_HW4[1:], pixels_HW4[:-1], out=difference_HW4[1:])
     rows = np.empty((height, 1 + 3 * width), np.uint8)
     rows[:, 0] = _UP
     for plane in range(3):
-        target = rows[:, 1 + plane :: 3]
-        source = pixels_HW4[:, :, 2 - plane]
-        target[0] = source[0]
-        np.subtract(source[1:], source[:-1], out=target[1:])
+        rows[:, 1 + plane :: 3] = difference_HW4[:, :, 2 - plane]
     packer = zlib.compressobj(level, zlib.DEFLATED, 15, 9, zlib.Z_DEFAULT_STRATEGY)
     data = packer.compress(rows.data) + packer.flush()
     return _wrap(width, height, data)

@@ -1,0 +1,226 @@
+"""Measures local desktops: boot, step, capture, memory. Prints a Markdown table.
+
+    PYTHONPATH=. python scripts/bench_sandbox.py --size 1504x832 --desktops 16
+
+Wall times depend on what else the machine does: trust CPU seconds and minima. CPU counts this process (the host's share) and
+all processes inside the desktops, those that have ended included.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import io
+import os
+import statistics
+import tempfile
+import time
+import uuid
+from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+from PIL import Image
+
+from sandbox_cluster.api import Settle, StepRequest
+from sandbox_cluster.guest.png import encode_bgrx
+from sandbox_cluster.providers import limits
+from sandbox_cluster.providers.desktop import Desktop
+from sandbox_cluster.providers.local import LocalProvider
+from slime_cua.config.sandbox import DesktopConfig
+from slime_cua.core.actions import GuiAction
+from slime_cua.core.coordinates import Point
+
+FIRST_UID = 63000
+LABEL = "bench"
+TICK_S = 1 / os.sysconf("SC_CLK_TCK")
+Row = tuple[str, str]
+
+
+def inside_cpu_s(slots: Sequence[int]) -> float:
+    """CPU seconds of all living processes of the slots' users and of those that they collected."""
+    total, uids = 0, {FIRST_UID + slot for slot in slots}
+    for folder in Path("/proc").iterdir():
+        try:
+            if folder.name.isdigit() and folder.stat().st_uid in uids:
+                fields = (folder / "stat").read_text().rpartition(")")[2].split()
+                total += sum(int(field) for field in fields[11:15])
+        except OSError:
+            continue
+    return total * TICK_S
+
+
+def held_bytes(slot: int) -> int | None:
+    """Memory of a desktop's group; None without groups."""
+    return limits.memory_bytes(tuple(Path("/sys/fs/cgroup").glob(f"*/slime_cua/{LABEL}-{slot}")))
+
+
+def quantiles(values: Sequence[float]) -> str:
+    """Minimum, median and 95th percentile in ms."""
+    ordered = sorted(values)
+    last = ordered[min(len(ordered) - 1, int(0.95 * len(ordered)))]
+    return f"min {ordered[0] * 1e3:.0f}, p50 {statistics.median(ordered) * 1e3:.0f}, p95 {last * 1e3:.0f} ms"
+
+
+def click(x: int, settle: Settle) -> StepRequest:
+    action = GuiAction(kind="left_click", point=Point(x=100 + x % 800, y=500))
+    return StepRequest(action_id=uuid.uuid4().hex, actions=(action,), settle=settle)
+
+
+async def bench_boot(provider: LocalProvider, num: int) -> list[Row]:
+    walls, cpus = [], []
+    for _ in range(num):
+        cpu = time.process_time()
+        desktop = await provider.boot(0)
+        cpus.append(time.process_time() - cpu + inside_cpu_s([0]))
+        walls.append(desktop.boot_s)
+        await desktop.kill()
+    return [
+        ("boot to first screenshot, one at a time", quantiles(walls)),
+        ("CPU of such a boot", f"{statistics.median(cpus):.2f} s"),
+    ]
+
+
+async def window(desktop: Desktop, title: str) -> None:
+    async with asyncio.timeout(30):
+        while title not in (await desktop.run(["wmctrl", "-l"])).stdout:  # noqa: ASYNC110
+            await asyncio.sleep(0.02)
+
+
+async def bench_window(
+    provider: LocalProvider, name: str, title: str, start: Callable[[Desktop], Awaitable[None]], num: int
+) -> list[Row]:
+    walls, cpus = [], []
+    for _ in range(num):
+        cpu, begun = time.process_time(), time.monotonic()
+        desktop = await provider.boot(0)
+        await start(desktop)
+        await window(desktop, title)
+        walls.append(time.monotonic() - begun)
+        await desktop.step(StepRequest(action_id="s", settle=Settle(quiet_ms=100, max_ms=3000)))
+        cpus.append(time.process_time() - cpu + inside_cpu_s([0]))
+        memory = held_bytes(0)
+        await desktop.kill()
+    held = f"; {memory / 1e6:.0f} MB" if memory else ""
+    return [
+        (f"boot to mapped {name} window", f"{quantiles(walls)}; {statistics.median(cpus):.2f} s CPU{held}")
+    ]
+
+
+async def start_editor(desktop: Desktop) -> None:
+    await desktop.launch(["mousepad", "/home/user/text.txt"])
+
+
+async def start_tk(desktop: Desktop) -> None:
+    program = b"import tkinter as tk\nr = tk.Tk(); r.title('Form'); tk.Button(r, text='ok').pack(); tk.Entry(r).pack(); r.mainloop()"
+    await desktop.put_file("form.py", program)
+    await desktop.launch(["python3", "form.py"])
+
+
+async def bench_steps(
+    provider: LocalProvider, num_desktops: int, num_steps: int, settle: Settle
+) -> list[Row]:
+    desktops = await asyncio.gather(*(provider.boot(slot) for slot in range(num_desktops)))
+    await asyncio.gather(*(start_editor(desktop) for desktop in desktops))
+    await asyncio.gather(*(window(desktop, "Mousepad") for desktop in desktops))
+    await asyncio.sleep(1)
+    slots = range(num_desktops)
+    walls: list[float] = []
+
+    async def drive(desktop: Desktop) -> None:
+        for index in range(num_steps):
+            begun = time.monotonic()
+            await desktop.step(click(37 * index, settle))
+            walls.append(time.monotonic() - begun)
+
+    own, inside, begun = time.process_time(), inside_cpu_s(slots), time.monotonic()
+    await asyncio.gather(*(drive(desktop) for desktop in desktops))
+    wall = time.monotonic() - begun
+    total = num_desktops * num_steps
+    own, inside = time.process_time() - own, inside_cpu_s(slots) - inside
+    await asyncio.gather(*(desktop.kill() for desktop in desktops))
+    name = f"click + lossless screenshot, {num_desktops} active, quiet {settle.quiet_ms} ms"
+    return [
+        (name, f"{quantiles(walls)}; {total / wall:.0f} steps/s"),
+        ("CPU of such a step", f"host {own / total * 1e3:.1f} + inside {inside / total * 1e3:.1f} ms"),
+    ]
+
+
+async def bench_boots(provider: LocalProvider, num: int) -> list[Row]:
+    begun = time.monotonic()
+    desktops = await asyncio.gather(*(provider.boot(slot) for slot in range(num)))
+    booted = time.monotonic() - begun
+    begun = time.monotonic()
+    await asyncio.gather(*(desktop.kill() for desktop in desktops))
+    killed = time.monotonic() - begun
+    return [
+        (
+            f"{num} boots, at most 2 at once; then all killed",
+            f"{num / booted:.1f} boots/s; {killed * 1e3:.0f} ms",
+        )
+    ]
+
+
+async def bench_capture(provider: LocalProvider) -> list[Row]:
+    desktop = await provider.boot(0)
+    await start_editor(desktop)
+    await window(desktop, "Mousepad")
+    await desktop.put_file("text.txt", b"")
+    capture = await desktop.step(StepRequest(action_id="c", settle=Settle(quiet_ms=200, max_ms=3000)))
+    await desktop.kill()
+    image = Image.open(io.BytesIO(capture.png)).convert("RGB")
+    pixels = np.array(image.convert("RGBA"))[:, :, [2, 1, 0, 3]].copy()
+    rows = []
+    kinds: dict[str, Callable[[], bytes]] = {"PNG, ours (default)": lambda: encode_bgrx(pixels)}
+    for name, options in {
+        "PNG, Pillow level 1": {"format": "PNG", "compress_level": 1},
+        "JPEG, Pillow quality 80": {"format": "JPEG", "quality": 80},
+        "WebP lossless, Pillow method 0": {"format": "WEBP", "lossless": True, "method": 0},
+    }.items():
+        kinds[name] = partial(saved, image, options)
+    for name, encode in kinds.items():
+        size, cpu = len(encode()), time.process_time()
+        for _ in range(5):
+            encode()
+        rows.append(
+            (f"encode: {name}", f"{(time.process_time() - cpu) / 5 * 1e3:.1f} ms CPU, {size / 1e3:.0f} kB")
+        )
+    return rows
+
+
+def saved(image: Image.Image, options: dict[str, object]) -> bytes:
+    file = io.BytesIO()
+    image.save(file, **options)  # type: ignore[arg-type]
+    return file.getvalue()
+
+
+async def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--size", default="1504x832")
+    parser.add_argument("--desktops", type=int, default=16)
+    parser.add_argument("--repeats", type=int, default=8)
+    options = parser.parse_args()
+    width, height = map(int, options.size.split("x"))
+    config = DesktopConfig(screen_wh_px=(width, height), first_uid=FIRST_UID)
+    with tempfile.TemporaryDirectory() as folder:
+        provider = LocalProvider(config, Path(folder), LABEL)
+        await provider.check()
+        try:
+            rows = await bench_boot(provider, options.repeats)
+            rows += await bench_window(provider, "Tk", "Form", start_tk, options.repeats)
+            rows += await bench_window(provider, "editor", "Mousepad", start_editor, options.repeats)
+            rows += await bench_steps(provider, 1, 50, Settle(quiet_ms=0, max_ms=1000))
+            rows += await bench_steps(provider, 1, 30, Settle())
+            rows += await bench_steps(provider, options.desktops, 20, Settle(quiet_ms=0, max_ms=1000))
+            rows += await bench_boots(provider, options.desktops)
+            rows += await bench_capture(provider)
+        finally:
+            await provider.close()
+    print(f"| {options.size}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f} | |\n|---|---|")
+    for name, value in rows:
+        print(f"| {name} | {value} |")
+
+
+if __name__ == "__main__":
+    asyncio.run(main())
