@@ -49,7 +49,8 @@ def linear_logprob(
     entropy_grad: entropy_R takes part in the backward; otherwise it is a constant.
     main_grad: the weight gradient is added here (any float dtype) instead of going to weight_VH.grad. If weight_VH has
         Megatron's `grad_added_to_main_grad`, that is set and a dummy gradient is returned, so that DDP's hooks fire.
-    memory: "fast" works on larger blocks of rows than "lean"; both recompute or keep what fits; "auto" chooses.
+    memory: "fast" keeps what spares the backward a product (R * V elements), "lean" stays below 1 GiB for any R at H = 5120,
+        "auto" keeps up to 2 GiB. On CPU all recompute, in larger or smaller blocks.
     Raises ValueError for wrong shapes, dtypes or values, saying which.
     Source: own; Megatron-core's vocab-parallel cross entropy computes the loss part with three all-reduces.
     """

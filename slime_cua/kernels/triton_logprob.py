@@ -2,15 +2,17 @@
 
 Legend: R trained rows, B rows of a block, C vocabulary columns of a block, H hidden size, V rows of this rank's shard.
 
-fast: the forward keeps U = exp(l - max) in the input's precision [R, V]. Put U[r, target] -= 1 / c_r with
-      c_r = exp(max_r - lse_r), then the gradient of the logits is row scaling times U:  G = s_r U,  s_r = -grad_r c_r / T.
-      So the backward is two matrix products, dH = s (U W) and dW = U^T (s h), and no pass over [R, V] at all.
-lean: nothing of size [R, V] is kept. The backward recomputes logits in blocks of columns for halves of the rows.
-Logits are accumulated and normalised in fp32 in both; low precision enters only the backward's products.
+Kept rows: the forward keeps U = exp(l - max) in the input's precision. Put U[r, target] -= 1 / c_r with
+    c_r = exp(max_r - lse_r), then the gradient of the logits is row scaling times U:  G = s_r U,  s_r = -grad_r c_r / T.
+    So the backward is two matrix products, dH = s (U W) and dW = U^T (s h), and no pass over U at all.
+Other rows: nothing of width V is kept; the backward computes logits again in blocks of columns, for parts of the rows.
+`fast` keeps all rows, `lean` and `auto` as many as LEAN_KEEP_BYTES and AUTO_KEEP_BYTES hold.
+Logits are accumulated and normalised in fp32 everywhere; low precision enters only the backward's products.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -21,12 +23,12 @@ from slime_cua.kernels import triton_rows
 from slime_cua.kernels.torch_logprob import _Head, _matmul, _weight_grad, combine_shards
 
 GIB = 1 << 30
-AUTO_FAST_BYTES = 2 * GIB
-"""`auto` keeps U up to this size, and is lean beyond."""
+AUTO_KEEP_BYTES = 2 * GIB
+LEAN_KEEP_BYTES = 640 << 20
 FAST_BLOCK_BYTES = GIB
-"""fp32 logits of one row block in the forward of `fast`."""
+"""fp32 logits of one block of kept rows, at most; no more than a quarter of what is kept."""
 LEAN_LOGITS_BYTES = 160 << 20
-"""fp32 logits of one block in `lean`."""
+"""fp32 logits of one block of rows that are not kept (twice that in the forward)."""
 LEAN_ROWS = 16384
 """Rows whose hidden gradient is accumulated in fp32 at once."""
 LEAN_GRAD_BYTES = 416 << 20
@@ -47,13 +49,13 @@ def triton_linear_logprob(
     memory: str,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """See linear_logprob; arguments were checked there. `with_entropy=False` saves nothing here."""
-    head = _Head(weight_VH, temperature, vocab_size, tp_group, memory)
-    kept_bytes = hidden_RH.shape[0] * weight_VH.shape[0] * hidden_RH.element_size()
+    head = _Head(weight_VH, temperature, vocab_size, tp_group, block_bytes=0)
     needs_backward = torch.is_grad_enabled() and (hidden_RH.requires_grad or weight_VH.requires_grad)
-    is_fast = memory == "fast" or (memory == "auto" and kept_bytes <= AUTO_FAST_BYTES)
-    is_fast = is_fast and needs_backward and not entropy_grad and hidden_RH.dtype != torch.float16
+    num_kept = 0
+    if needs_backward and not entropy_grad and hidden_RH.dtype != torch.float16:
+        num_kept = _num_kept(memory, hidden_RH.shape[0], weight_VH.shape[0] * hidden_RH.element_size())
     logp_R, entropy_R = _TritonLogprob.apply(
-        hidden_RH.contiguous(), weight_VH, target_R, head, entropy_grad, main_grad, is_fast
+        hidden_RH.contiguous(), weight_VH, target_R, head, entropy_grad, main_grad, num_kept
     )
     return logp_R, entropy_R if with_entropy else None
 
@@ -68,14 +70,17 @@ class _TritonLogprob(torch.autograd.Function):
         head: _Head,
         entropy_grad: bool,
         main_grad: torch.Tensor | None,
-        is_fast: bool,
+        num_kept: int,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         local_R = target_R.long() - head.first_id
-        ctx.kept = None
-        if is_fast:
-            stats_R4, ctx.kept = _fast_forward(head, hidden_RH, weight_VH, local_R)
-        else:
-            stats_R4 = _lean_forward(head, hidden_RH, weight_VH, local_R)
+        stats_R4 = _empty_statistics(hidden_RH.shape[0], hidden_RH.device)
+        kept, rest = slice(0, num_kept), slice(num_kept, None)
+        ctx.kept = (
+            _kept_forward(head, hidden_RH[kept], weight_VH, local_R[kept], stats_R4[kept])
+            if num_kept
+            else None
+        )
+        _fold_forward(head, hidden_RH[rest], weight_VH, local_R[rest], stats_R4[rest])
         packed_WR4 = stats_R4[None]
         if head.world > 1 and stats_R4.shape[0]:
             flat = stats_R4.new_empty(head.world * stats_R4.shape[0], 4)
@@ -83,9 +88,9 @@ class _TritonLogprob(torch.autograd.Function):
             packed_WR4 = flat.view(head.world, -1, 4)
         lse_R, target_logit_R, entropy_R = combine_shards(packed_WR4)
         if ctx.kept is not None:
-            _subtract_target(head, ctx.kept, stats_R4, lse_R, local_R)
+            _subtract_target(head, ctx.kept, stats_R4[kept], lse_R[kept], local_R[kept])
         ctx.save_for_backward(hidden_RH, weight_VH, local_R, lse_R, entropy_R, stats_R4[:, 0].contiguous())
-        ctx.head, ctx.entropy_grad, ctx.main_grad, ctx.is_fast = head, entropy_grad, main_grad, is_fast
+        ctx.head, ctx.entropy_grad, ctx.main_grad, ctx.num_kept = head, entropy_grad, main_grad, num_kept
         if not entropy_grad:
             ctx.mark_non_differentiable(entropy_R)
         ctx.set_materialize_grads(False)
@@ -100,45 +105,68 @@ class _TritonLogprob(torch.autograd.Function):
         if grad_logp_R is None:
             grad_logp_R = torch.zeros_like(lse_R)
         grad_logp_R = grad_logp_R.float().contiguous()
-        sink = _WeightSink(weight_VH, ctx.main_grad) if needs_weight else None
-        if ctx.is_fast:
-            if ctx.kept is None:
-                raise RuntimeError('the backward ran twice: memory="fast" frees its copy; use memory="lean"')
+        if ctx.num_kept and ctx.kept is None:
+            raise RuntimeError("the backward ran twice: what the forward kept is freed by the first one")
+        sink = _WeightSink(weight_VH, ctx.main_grad, hidden_RH.shape[0]) if needs_weight else None
+        grad_hidden_RH = torch.empty_like(hidden_RH) if needs_hidden else None
+        kept, rest = slice(0, ctx.num_kept), slice(ctx.num_kept, None)
+        if ctx.num_kept:
             scale_R = -grad_logp_R * (-_distance(top_R, lse_R)).exp() * head.inverse_temperature
-            grad_hidden_RH = _fast_backward(ctx.kept, scale_R, hidden_RH, weight_VH, needs_hidden, sink)
+            into_RH = None if grad_hidden_RH is None else grad_hidden_RH[kept]
+            _kept_backward(ctx.kept, scale_R[kept], hidden_RH[kept], weight_VH, into_RH, sink)
             ctx.kept = None
-        else:
-            entropy_part = grad_entropy_R if ctx.entropy_grad else None
-            grads = (grad_logp_R, None if entropy_part is None else entropy_part.float().contiguous())
-            rows = (local_R, lse_R, entropy_R)
-            grad_hidden_RH = _lean_backward(head, rows, grads, hidden_RH, weight_VH, needs_hidden, sink)
+        entropy_part = grad_entropy_R if ctx.entropy_grad else None
+        row_values = tuple(
+            None if value is None else value[rest].contiguous()
+            for value in (
+                local_R,
+                lse_R,
+                entropy_R,
+                grad_logp_R,
+                None if entropy_part is None else entropy_part.float(),
+            )
+        )
+        into_RH = None if grad_hidden_RH is None else grad_hidden_RH[rest]
+        _recomputing_backward(head, row_values, hidden_RH[rest], weight_VH, into_RH, sink)
         if grad_hidden_RH is not None and head.world > 1 and grad_hidden_RH.shape[0]:
             dist.all_reduce(grad_hidden_RH, group=head.group)
         grad_weight = None if sink is None else _weight_grad(ctx, weight_VH, sink.total_VH, True)
         return grad_hidden_RH, grad_weight, None, None, None, None, None
 
 
-def _fast_forward(
-    head: _Head, hidden_RH: torch.Tensor, weight_VH: torch.Tensor, local_R: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """(statistics [R, 4], U [R, V])."""
+def _num_kept(memory: str, num_rows: int, row_bytes: int) -> int:
+    """How many rows of U the forward keeps; whole blocks of 128 unless all."""
+    if memory == "fast":
+        return num_rows
+    fit = (LEAN_KEEP_BYTES if memory == "lean" else AUTO_KEEP_BYTES) // max(1, row_bytes)
+    return num_rows if fit >= num_rows else fit // 128 * 128
+
+
+def _kept_forward(
+    head: _Head,
+    hidden_RH: torch.Tensor,
+    weight_VH: torch.Tensor,
+    local_R: torch.Tensor,
+    stats_R4: torch.Tensor,
+) -> torch.Tensor:
+    """U [R, V]; the statistics are written."""
     num_rows, num_columns = hidden_RH.shape[0], weight_VH.shape[0]
     kept_RV = hidden_RH.new_empty(num_rows, num_columns)
-    stats_R4 = _empty_statistics(num_rows, hidden_RH.device)
-    block = _rows_within(FAST_BLOCK_BYTES, num_columns, num_rows)
+    block = _rows_within(
+        min(FAST_BLOCK_BYTES, max(kept_RV.nbytes // 4, LEAN_LOGITS_BYTES)), num_columns, num_rows
+    )
     buffer_BV = torch.empty(block, num_columns, dtype=torch.float32, device=hidden_RH.device)
     for start in range(0, num_rows, block):
         rows = slice(start, min(start + block, num_rows))
-        logits_BV = _product(hidden_RH[rows], weight_VH.t(), buffer_BV[: rows.stop - rows.start])
         triton_rows.write_exponentials(
-            logits_BV,
+            _product(hidden_RH[rows], weight_VH.t(), buffer_BV),
             kept_RV[rows],
             stats_R4[rows],
             local_R[rows],
             num_real=head.num_real,
             inverse_temperature=head.inverse_temperature,
         )
-    return stats_R4, kept_RV
+    return kept_RV
 
 
 def _subtract_target(
@@ -161,100 +189,103 @@ def _distance(top_R: torch.Tensor, lse_R: torch.Tensor) -> torch.Tensor:
     return (lse_R - top_R).clamp(max=60.0)
 
 
-def _fast_backward(
+def _kept_backward(
     kept_RV: torch.Tensor,
     scale_R: torch.Tensor,
     hidden_RH: torch.Tensor,
     weight_VH: torch.Tensor,
-    needs_hidden: bool,
+    into_RH: torch.Tensor | None,
     sink: _WeightSink | None,
-) -> torch.Tensor | None:
+) -> None:
     if sink is not None:
         scaled_RH = triton_rows.scale_rows(hidden_RH, scale_R, torch.empty_like(hidden_RH))
         sink.add(slice(0, weight_VH.shape[0]), kept_RV.t(), scaled_RH, is_first=True)
         del scaled_RH
-    if not needs_hidden:
-        return None
-    grad_RH = torch.mm(kept_RV, weight_VH)
-    return triton_rows.scale_rows(grad_RH, scale_R, grad_RH)
+    if into_RH is not None:
+        torch.mm(kept_RV, weight_VH, out=into_RH)
+        triton_rows.scale_rows(into_RH, scale_R, into_RH)
 
 
-def _lean_forward(
-    head: _Head, hidden_RH: torch.Tensor, weight_VH: torch.Tensor, local_R: torch.Tensor
-) -> torch.Tensor:
+def _fold_forward(
+    head: _Head,
+    hidden_RH: torch.Tensor,
+    weight_VH: torch.Tensor,
+    local_R: torch.Tensor,
+    stats_R4: torch.Tensor,
+) -> None:
+    """Write the statistics of rows that are not kept."""
     num_rows, num_columns = hidden_RH.shape[0], weight_VH.shape[0]
-    stats_R4 = _empty_statistics(num_rows, hidden_RH.device)
-    block_rows, block_columns = _lean_blocks(num_rows, num_columns, 4, LEAN_LOGITS_BYTES * 2)
+    if not num_rows:
+        return
+    block_rows, block_columns = _blocks(num_rows, num_columns, 4, LEAN_LOGITS_BYTES * 2)
     buffer = torch.empty(block_rows * block_columns, dtype=torch.float32, device=hidden_RH.device)
-    for start in range(0, num_rows, block_rows):
-        rows = slice(start, min(start + block_rows, num_rows))
-        for first in range(0, num_columns, block_columns):
-            columns = slice(first, min(first + block_columns, num_columns))
-            logits_BC = _product(hidden_RH[rows], weight_VH[columns].t(), buffer)
+    for rows in _parts(0, num_rows, block_rows):
+        for columns in _parts(0, num_columns, block_columns):
             triton_rows.fold_statistics(
-                logits_BC,
+                _product(hidden_RH[rows], weight_VH[columns].t(), buffer),
                 stats_R4[rows],
                 local_R[rows],
                 num_real=head.num_real,
-                first_column=first,
+                first_column=columns.start,
                 inverse_temperature=head.inverse_temperature,
             )
-    return stats_R4
 
 
-def _lean_backward(
+def _recomputing_backward(
     head: _Head,
-    row_values: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-    grads: tuple[torch.Tensor, torch.Tensor | None],
+    row_values: tuple[torch.Tensor | None, ...],
     hidden_RH: torch.Tensor,
     weight_VH: torch.Tensor,
-    needs_hidden: bool,
+    into_RH: torch.Tensor | None,
     sink: _WeightSink | None,
-) -> torch.Tensor | None:
+) -> None:
+    """row_values: local target, lse, entropy, gradient of log-prob, gradient of entropy or None."""
     num_rows, num_columns = hidden_RH.shape[0], weight_VH.shape[0]
-    grad_RH = torch.zeros_like(hidden_RH) if needs_hidden else None
-    block_rows, outer = _lean_blocks(num_rows, num_columns, hidden_RH.element_size(), LEAN_GRAD_BYTES)
-    inner = _lean_blocks(block_rows, outer, 4, LEAN_LOGITS_BYTES)[1]
+    if not num_rows:
+        return
+    block_rows, outer = _blocks(num_rows, num_columns, hidden_RH.element_size(), LEAN_GRAD_BYTES)
+    inner = _blocks(block_rows, outer, 4, LEAN_LOGITS_BYTES)[1]
     logits = torch.empty(block_rows * inner, dtype=torch.float32, device=hidden_RH.device)
     grad_buffer = hidden_RH.new_empty(block_rows * outer)
-    for start in range(0, num_rows, block_rows):
-        rows = slice(start, min(start + block_rows, num_rows))
-        size = rows.stop - rows.start
+    for rows in _parts(0, num_rows, block_rows):
+        values = [None if value is None else value[rows] for value in row_values]
         sum_BH = None
-        for first in range(0, num_columns, outer):
-            columns = slice(first, min(first + outer, num_columns))
-            grad_BC = grad_buffer[: size * (columns.stop - first)].view(size, -1)
-            for begin in range(first, columns.stop, inner):
-                part = slice(begin, min(begin + inner, columns.stop))
+        for columns in _parts(0, num_columns, outer):
+            size = (rows.stop - rows.start, columns.stop - columns.start)
+            grad_BC = grad_buffer[: size[0] * size[1]].view(size)
+            for part in _parts(columns.start, columns.stop, inner):
                 triton_rows.write_logit_gradient(
                     _product(hidden_RH[rows], weight_VH[part].t(), logits),
-                    grad_BC[:, begin - first : part.stop - first],
-                    *(value[rows] for value in row_values),
-                    grads[0][rows],
-                    None if grads[1] is None else grads[1][rows],
+                    grad_BC[:, part.start - columns.start : part.stop - columns.start],
+                    *values,  # type: ignore[arg-type]
                     num_real=head.num_real,
-                    first_column=begin,
+                    first_column=part.start,
                     inverse_temperature=head.inverse_temperature,
                 )
-            if grad_RH is not None:
+            if into_RH is not None:
                 sum_BH = _accumulate(sum_BH, grad_BC, weight_VH[columns])
             if sink is not None:
-                sink.add(columns, grad_BC.t(), hidden_RH[rows], is_first=start == 0)
-        if grad_RH is not None and sum_BH is not None:
-            grad_RH[rows] = sum_BH.to(grad_RH.dtype)
-    return grad_RH
+                sink.add(columns, grad_BC.t(), hidden_RH[rows], is_first=sink.is_empty and rows.start == 0)
+        if into_RH is not None and sum_BH is not None:
+            into_RH[rows] = sum_BH
+        if sink is not None:
+            sink.is_empty = False
 
 
 class _WeightSink:
     """Where the weight's gradient is added up: main_grad, or a new tensor in the weight's precision."""
 
-    def __init__(self, weight_VH: torch.Tensor, main_grad: torch.Tensor | None) -> None:
+    def __init__(self, weight_VH: torch.Tensor, main_grad: torch.Tensor | None, num_rows: int) -> None:
         self.is_main = main_grad is not None
-        self.total_VH = torch.zeros_like(weight_VH) if main_grad is None else main_grad
+        self.is_empty = True
+        fresh = torch.empty_like if num_rows else torch.zeros_like
+        self.total_VH = fresh(weight_VH) if main_grad is None else main_grad
 
     def add(self, columns: slice, left: torch.Tensor, right: torch.Tensor, *, is_first: bool) -> None:
         """total[columns] += left @ right; is_first: nothing of ours is in these rows yet."""
         into = self.total_VH[columns]
+        if is_first and columns == slice(0, self.total_VH.shape[0]):
+            self.is_empty = False
         if not self.is_main and is_first:
             torch.mm(left, right, out=into)
         elif into.dtype == right.dtype:
@@ -296,9 +327,14 @@ def _rows_within(num_bytes: int, num_columns: int, num_rows: int) -> int:
     return max(1, min(num_rows, fit // 128 * 128 or fit))
 
 
-def _lean_blocks(num_rows: int, num_columns: int, item_bytes: int, num_bytes: int) -> tuple[int, int]:
-    """(rows, columns) of a block within num_bytes: at most LEAN_ROWS rows, evenly cut columns in multiples of 256."""
-    rows = max(1, min(num_rows, LEAN_ROWS))
+def _parts(start: int, stop: int, size: int) -> Iterator[slice]:
+    for first in range(start, stop, size):
+        yield slice(first, min(first + size, stop))
+
+
+def _blocks(num_rows: int, num_columns: int, item_bytes: int, num_bytes: int) -> tuple[int, int]:
+    """(rows, columns) of a block within num_bytes: at most LEAN_ROWS rows, columns cut evenly in multiples of 256."""
+    rows = max(1, -(-num_rows // -(-num_rows // LEAN_ROWS)))
     fit = max(256, num_bytes // (item_bytes * rows))
     pieces = -(-num_columns // fit)
     even = -(-num_columns // pieces)
