@@ -80,7 +80,7 @@ def pass_at_k_advantages(is_success_G: Sequence[bool], k: int) -> list[float]:
 
         R = 1 - C(f, k) / C(n, k) for f failures of n;   s = sqrt(R (1 - R))
         success: (1 - R) / s;   failure: (1 - R - C(f - 1, k - 1) / C(n - 1, k - 1)) / s;   all 0 where s = 0
-    k above n counts as n. Raises ValueError for k < 1. Source: Pass@k training, arXiv:2508.10751 eq. 14-15.
+    k above n counts as n. Raises ValueError for k < 1. Source: Pass@k training, arXiv:2508.10751.
     """
     if k < 1:
         raise ValueError(f"pass@k needs k >= 1, not {k}")

@@ -59,7 +59,7 @@ def gspo_loss(
         clipped; behaviour_kl_sum (k3 of old to new); kl_sum (to the reference); [Y] with suffix _by_type: steps, tokens,
         clipped_steps (steps inside clipped segments), ratio_sum (exp dbar), behaviour_kl_sum, share_sum (alpha_k / sum alpha).
     Raises ValueError for shapes, dtypes and options; DataError (on all cp ranks alike) for what the numbers hold.
-    Source: GSPO, arXiv:2507.18071 eq. 5-7; OS-Helix, appendix E (step balance); dual clip: arXiv:1912.09729 eq. 8.
+    Source: GSPO, arXiv:2507.18071 eq. 5-7; OS-Helix, appendix E (step balance); dual clip: arXiv:1912.09729.
     """
     _check(
         logp, old_logp, mask, segment_id, step_id, advantage, step_weight, sample_weight, step_type, num_types

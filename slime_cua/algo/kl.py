@@ -2,7 +2,7 @@
 
 With d = log pi - log pi_ref at a token sampled from pi: k1 = d; k2 = d^2 / 2; k3 = exp(-d) - 1 + d.
 As a loss term, differentiated through log pi: k1 has a gradient of mean zero (it only adds noise), k2 has the
-gradient of KL(pi || pi_ref), k3 has that of KL(pi_ref || pi) for small d.
+gradient of KL(pi || pi_ref), k3 has that of KL(pi_ref || pi).
 Source: J. Schulman, "Approximating KL divergence" (2020); GRPO, arXiv:2402.03300 eq. 4 uses k3.
 """
 

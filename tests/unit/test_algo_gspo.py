@@ -50,6 +50,17 @@ def test_one_long_code_step_beside_two_gui_steps_has_a_third_of_the_gradient_and
     assert shares["token"] == pytest.approx([1 / 12, 10 / 12, 1 / 12])
 
 
+def test_step_balance_has_2_8_times_the_noise_of_standard_gspo_in_that_sample():
+    """The variance of log w under independent unit noise a token is the sum of squared gradients of log w."""
+    step = [0] * 60 + [1] * 600 + [2] * 60
+    variance = {
+        aggregate: sum(g * g for g in loss_of([0.0] * 720, [0] * 720, step, [1.0], aggregate=aggregate)[1])
+        for aggregate in ("step", "token")
+    }
+    assert variance["token"] == pytest.approx(1 / 720)
+    assert variance["step"] / variance["token"] == pytest.approx(2.8)
+
+
 def test_hand_worked_step_means_and_ratio():
     # step 0: mean(0.1, 0.3) = 0.2; step 1: -0.1; alpha 1 and 3: log w = (0.2 - 0.3) / 4 = -0.025
     loss, gradient, stats = loss_of(
