@@ -226,7 +226,7 @@ def _add_weights(app: FastAPI, service: Service) -> None:
             "success": True,
             "message": "",
             "payload": {
-                "algorithm": "sha256 of dtype, shape, bytes by Hugging Face name",
+                "algorithm": "slime_cua.convert.weight_stream by Hugging Face name",
                 "checksums": digests,
                 "per_gpu_checksum": combined_digest(digests),
             },

@@ -1,0 +1,76 @@
+"""Command lines of the policy servers."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from slime_cua.config.rollout import EngineConfig
+
+SGLANG_ENVIRONMENT = {"SGLANG_MM_AVOID_RETOKENIZE": "1"}
+"""Without it SGLang decodes a vision request's ids and tokenises the text again."""
+SGLANG_FLAGS = (
+    "--attention-backend=triton",
+    "--mm-attention-backend=triton_attn",
+    "--sampling-backend=pytorch",
+    "--grammar-backend=none",
+    "--skip-server-warmup",
+)
+"""Seen working with the pinned set; `engine.extra_args` come later and win."""
+
+
+def embedded_command(
+    config: EngineConfig, model: Path, ready_file: Path, version: int, device: str = "cpu"
+) -> list[str]:
+    """`python -m rollout.embedded` on a free port that it writes to `ready_file`."""
+    return [
+        config.python or sys.executable,
+        "-m",
+        "rollout.embedded",
+        f"--model={model}",
+        "--port=0",
+        f"--ready-file={ready_file}",
+        f"--dtype={config.dtype}",
+        f"--device={device}",
+        f"--threads={config.num_threads}",
+        f"--max-batch={config.max_batch}",
+        f"--max-context-tokens={config.max_context_tokens}",
+        f"--weight-version={version}",
+        f"--timeout-s={config.request_timeout_s}",
+        "--lifeline",
+        *config.extra_args,
+    ]
+
+
+def sglang_command(config: EngineConfig, model: Path, host: str, port: int, version: int) -> list[str]:
+    """`python -m sglang.launch_server` of the interpreter `engine.python`."""
+    return [
+        config.python or sys.executable,
+        "-m",
+        "sglang.launch_server",
+        f"--model-path={model}",
+        f"--host={host}",
+        f"--port={port}",
+        f"--tp-size={config.tp}",
+        f"--dtype={'bfloat16' if config.dtype == 'bf16' else 'float32'}",
+        f"--context-length={config.max_context_tokens}",
+        f"--max-running-requests={config.max_batch}",
+        f"--weight-version={version}",
+        *SGLANG_FLAGS,
+        *config.extra_args,
+    ]
+
+
+def router_command(python: str, urls: Sequence[str], host: str, port: int) -> list[str]:
+    """`sglang-router` in front of SGLang engines, sessions kept by prefix."""
+    return [
+        python or sys.executable,
+        "-m",
+        "sglang_router.launch_router",
+        f"--host={host}",
+        f"--port={port}",
+        "--policy=cache_aware",
+        "--worker-urls",
+        *urls,
+    ]

@@ -1,0 +1,41 @@
+"""Fixtures of the policy server contract: the embedded engine always, SGLang when SLIME_CUA_SGLANG_URL names one."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from rollout.embedded.random_model import write_random_model
+from rollout.engines import EngineProcess
+from slime_cua.config.rollout import EngineConfig
+
+SGLANG_URL = os.environ.get("SLIME_CUA_SGLANG_URL", "")
+ENGINE_CONFIG = EngineConfig(
+    kind="embedded", dtype="fp32", max_batch=8, max_context_tokens=4096, request_timeout_s=60
+)
+
+
+@pytest.fixture(scope="session")
+def engine_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random model's folder."""
+    return write_random_model(tmp_path_factory.mktemp("engine") / "model")
+
+
+@pytest.fixture(scope="session")
+def embedded_url(engine_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """An embedded engine that all tests share; each leaves it running, unpaused, with the weights of `engine_model`."""
+    log = tmp_path_factory.mktemp("engine") / "shared.log"
+    with EngineProcess(ENGINE_CONFIG, engine_model, log) as engine:
+        yield engine.url
+
+
+@pytest.fixture(scope="session", params=["embedded", *(["sglang"] if SGLANG_URL else [])])
+def engine_url(request: pytest.FixtureRequest) -> str:
+    """Each policy server that is there to test."""
+    if request.param == "sglang":
+        return SGLANG_URL
+    url: str = request.getfixturevalue("embedded_url")
+    return url
