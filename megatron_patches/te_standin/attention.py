@@ -84,11 +84,15 @@ class DotProductAttention(torch.nn.Module):
         cu_q, cu_kv = packed["cu_seqlens_q"], packed["cu_seqlens_kv"]
         start_q = _either(packed.get("cu_seqlens_q_padded"), cu_q)
         start_kv = _either(packed.get("cu_seqlens_kv_padded"), cu_kv)
-        options = {"is_causal": is_causal, "is_bottom_right": is_bottom_right, "window": window}
+        options: dict[str, Any] = {
+            "is_causal": is_causal,
+            "is_bottom_right": is_bottom_right,
+            "window": window,
+        }
         num = cu_q.numel() - 1
         if num * int(packed.get("max_seqlen_q") or 0) == q_TND.shape[0] == k_TGD.shape[0]:
-            rows = (x.unflatten(0, (num, -1)).transpose(1, 2) for x in (q_TND, k_TGD, v_TGD))
-            return self._attend(*rows, **options).transpose(1, 2).flatten(0, 1).flatten(1)
+            q, k, v = (x.unflatten(0, (num, -1)).transpose(1, 2) for x in (q_TND, k_TGD, v_TGD))
+            return self._attend(q, k, v, **options).transpose(1, 2).flatten(0, 1).flatten(1)
         is_plain = window == UNLIMITED and start_q is cu_q and start_kv is cu_kv and self.dropout == 0.0
         if q_TND.is_cuda and q_TND.dtype != torch.float32 and is_plain:
             return _varlen(q_TND, k_TGD, v_TGD, packed, is_causal, self.scale)

@@ -43,6 +43,9 @@ class TransformerEngineBaseModule(torch.nn.Module):
 class _ParallelLinear(TransformerEngineBaseModule):
     """Shared by Linear, LayerNormLinear and GroupedLinear. `sequence_parallel` is read at every forward."""
 
+    weight: torch.Tensor
+    bias: torch.Tensor
+
     def __init__(
         self,
         in_features: int,

@@ -1,181 +1,94 @@
-"""Samples to packed micro-batches.
+"""A packed micro-batch on the device: what the model reads.
 
-Legend: T packed tokens, R trained rows, S segments, K action steps of the micro-batch, I distinct images, M image tokens.
+Legend: T packed tokens, R trained rows, I images, M image tokens of the stream.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import get_args
+from dataclasses import dataclass, fields
+from typing import Any
 
 import numpy as np
 import torch
 
 from slime_cua.core.errors import DataError
-from slime_cua.core.types import ImageRef, StepType, TrainSample
-from slime_cua.data.expand import expand_image_placeholders
-from slime_cua.trainer.images import ImageLoader, ImageSource, PatchConfig, patchify
-from slime_cua.trainer.streams import Streams, expand_streams
-
-STEP_TYPES: tuple[str, ...] = get_args(StepType)
-"""Index in step_type_K -> name."""
+from slime_cua.core.types import ImageRef
+from slime_cua.data.batch import PackedBatch
+from slime_cua.trainer.images import ImageLoader, ImageSource, patchify
+from slime_cua.trainer.streams import packed_positions
 
 
 @dataclass(frozen=True)
 class Microbatch:
-    """One packed forward: segments side by side, attention inside each only."""
+    """One packed forward: sequences side by side, attention inside each only."""
 
     token_ids_T: torch.Tensor
     positions_3T: torch.Tensor
     cu_seqlens: torch.Tensor
-    """int32 [S + 1] (one more if padded): where segments begin, and T."""
+    """int32: where sequences begin, and T."""
     max_seqlen: int
     row_R: torch.Tensor
-    """The token whose hidden state predicts the trained token: its index - 1."""
+    """Rows whose hidden state predicts a trained token."""
     target_R: torch.Tensor
-    old_logp_R: torch.Tensor
-    segment_R: torch.Tensor
-    step_R: torch.Tensor
-    """Steps are numbered over the micro-batch."""
-    advantage_S: torch.Tensor
-    sample_weight_S: torch.Tensor
-    step_type_K: torch.Tensor
-    """Index into STEP_TYPES."""
-    num_tokens: int
-    """T without padding."""
-    sample_index: tuple[int, ...] = ()
-    """Which samples these are, in the list that was packed."""
+    """The trained tokens."""
     patches: torch.Tensor | None = None
-    """[patches, features] of the distinct images; None without images."""
+    """[patches, features] of the images the tower sees; None without images."""
     grid_I3: torch.Tensor | None = None
+    """(1, rows, columns) of patches of each image the tower sees."""
     image_token_M: torch.Tensor | None = None
-    """Row of the vision tower's output for each image token of the stream."""
+    """Row of the tower's output for each image token of the stream; None: they are already in order."""
 
     def to(self, device: torch.device) -> Microbatch:
         """The same on `device`."""
-        moved = {
-            name: value.to(device, non_blocking=True)
-            for name, value in vars(self).items()
-            if isinstance(value, torch.Tensor)
-        }
-        return replace(self, **moved)
+        values: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(self)}
+        for name, value in values.items():
+            if isinstance(value, torch.Tensor):
+                values[name] = value.to(device, non_blocking=True)
+        return Microbatch(**values)
 
 
-def expanded_lengths(samples: Sequence[TrainSample], config: PatchConfig) -> list[int]:
-    """Tokens of each sample with its images expanded."""
-    return [
-        len(expand_image_placeholders(s.segment.token_ids, s.segment.images, config.tokens)) for s in samples
-    ]
-
-
-def check_samples(samples: Sequence[TrainSample], lengths: Sequence[int], max_tokens: int) -> None:
-    """Raise DataError, naming the segment, for one over the token budget or with a trained first token."""
-    for sample, length in zip(samples, lengths, strict=True):
-        segment = sample.segment
-        if length > max_tokens:
-            raise DataError(
-                f"segment {segment.segment_id} has {length} tokens; max_tokens_per_rank is {max_tokens}: "
-                "raise it, or keep fewer screenshots in view"
-            )
-        if segment.is_trained and segment.is_trained[0]:
-            raise DataError(
-                f"segment {segment.segment_id}: the first token has no context and cannot be trained"
-            )
-
-
-def build_microbatch(
-    samples: Sequence[TrainSample],
-    indices: Sequence[int],
-    source: ImageSource | None,
-    loader: ImageLoader,
-    pad_multiple: int,
-    pad_id: int,
-) -> Microbatch:
-    """Pack samples[i] for i in indices.
-
-    pad_multiple: T is padded to a multiple of it with one more, untrained sequence (sequence parallel splits T).
-    """
-    chosen = [samples[i] for i in indices]
-    images = [ref for sample in chosen for ref in sample.segment.images]
-    streams = _streams(chosen, images, loader.config)
-    rows = _rows(chosen, streams)
-    num_tokens = len(streams.token_ids_T)
-    num_pads = -num_tokens % pad_multiple
-    bounds = np.concatenate([[0], np.cumsum(streams.lengths_S), [num_tokens + num_pads] if num_pads else []])
-    pads_3T = np.broadcast_to(np.arange(num_pads), (3, num_pads))
-    vision = {} if not images else _vision(images, source, loader)
+def build_microbatch(packed: PackedBatch, source: ImageSource | None, loader: ImageLoader) -> Microbatch:
+    """The CPU tensors of a packed batch; each distinct image is decoded once."""
+    config = loader.config
+    grids = [config.token_grid(ref.width_px, ref.height_px) for ref in packed.images_I]
+    positions_3T = packed_positions(
+        packed.input_ids_T,
+        packed.cu_seqlens,
+        np.array(grids, dtype=np.int64).reshape(-1, 2),
+        config.tokens.image_token_id,
+    )
+    row_R = np.flatnonzero(packed.is_trained_T)
+    vision = _vision(packed.distinct_images, packed.image_index_I, source, loader)
     return Microbatch(
-        token_ids_T=_tensor(np.concatenate([streams.token_ids_T, np.full(num_pads, pad_id)]), torch.int64),
-        positions_3T=_tensor(np.concatenate([streams.positions_3T, pads_3T], axis=1), torch.int64),
-        cu_seqlens=_tensor(bounds, torch.int32),
-        max_seqlen=int(np.diff(bounds).max()),
-        advantage_S=_tensor([s.advantage for s in chosen], torch.float32),
-        sample_weight_S=_tensor([s.sample_weight for s in chosen], torch.float32),
-        num_tokens=num_tokens,
-        sample_index=tuple(indices),
-        **rows,
-        **vision,
+        token_ids_T=torch.from_numpy(packed.input_ids_T),
+        positions_3T=torch.from_numpy(positions_3T),
+        cu_seqlens=torch.from_numpy(packed.cu_seqlens.astype(np.int32)),
+        max_seqlen=packed.max_seqlen,
+        row_R=torch.from_numpy(row_R),
+        target_R=torch.from_numpy(packed.target_T[row_R]),
+        patches=vision.get("patches"),
+        grid_I3=vision.get("grid_I3"),
+        image_token_M=vision.get("image_token_M"),
     )
 
 
-def _tensor(values: object, dtype: torch.dtype) -> torch.Tensor:
-    return torch.from_numpy(np.ascontiguousarray(np.asarray(values))).to(dtype)
-
-
-def _streams(chosen: Sequence[TrainSample], images: Sequence[ImageRef], config: PatchConfig) -> Streams:
-    grids = np.array([config.token_grid(ref.width_px, ref.height_px) for ref in images], dtype=np.int64)
-    ids_N = np.concatenate([np.asarray(s.segment.token_ids, dtype=np.int64) for s in chosen])
-    lengths_S = np.array([len(s.segment.token_ids) for s in chosen], dtype=np.int64)
-    streams = expand_streams(ids_N, lengths_S, grids.reshape(-1, 2), config.tokens.image_token_id)
-    expanded = [
-        expand_image_placeholders(s.segment.token_ids, s.segment.images, config.tokens) for s in chosen
-    ]
-    if not np.array_equal(streams.token_ids_T, np.concatenate(expanded)):
-        raise AssertionError("the trainer's stream differs from expand_image_placeholders")
-    return streams
-
-
-def _rows(chosen: Sequence[TrainSample], streams: Streams) -> dict[str, torch.Tensor]:
-    """Everything that has one entry a trained row, and the type of each step."""
-    lengths_S = np.array([len(s.segment.token_ids) for s in chosen])
-    trained_N = np.concatenate([np.asarray(s.segment.is_trained, dtype=bool) for s in chosen])
-    logp_N = np.concatenate([np.asarray(s.segment.logp, dtype=np.float32) for s in chosen])
-    step_N = np.concatenate([np.asarray(s.segment.step_of_token, dtype=np.int64) for s in chosen])
-    num_steps_S = np.array([len(s.segment.step_types) for s in chosen])
-    first_step_S = np.cumsum(num_steps_S) - num_steps_S
-    segment_N = np.repeat(np.arange(len(chosen)), lengths_S)
-    at_R = streams.start_N[trained_N]
-    types = [STEP_TYPES.index(name) for s in chosen for name in s.segment.step_types]
-    return {
-        "row_R": _tensor(at_R - 1, torch.int64),
-        "target_R": _tensor(streams.token_ids_T[at_R], torch.int64),
-        "old_logp_R": _tensor(logp_N[trained_N], torch.float32),
-        "segment_R": _tensor(segment_N[trained_N], torch.int64),
-        "step_R": _tensor((step_N + first_step_S[segment_N])[trained_N], torch.int64),
-        "step_type_K": _tensor(types, torch.int64),
-    }
-
-
 def _vision(
-    images: Sequence[ImageRef], source: ImageSource | None, loader: ImageLoader
+    distinct: Sequence[ImageRef], index_I: np.ndarray, source: ImageSource | None, loader: ImageLoader
 ) -> dict[str, torch.Tensor]:
     """Patches of the distinct images, and where each occurrence finds its rows in the tower's output."""
+    if not distinct:
+        return {}
     if source is None:
-        raise DataError(f"{len(images)} images in the batch, but no image store was given")
-    distinct = list({ref.sha256: ref for ref in images}.values())
-    order = {ref.sha256: index for index, ref in enumerate(distinct)}
+        raise DataError(f"{len(distinct)} images in the batch, but no image store was given")
     config = loader.config
-    patches = [
-        patchify(torch.from_numpy(loader.pixels(ref, source).copy())[None], config) for ref in distinct
-    ]
+    patches = [patchify(torch.tensor(loader.pixels(ref, source))[None], config) for ref in distinct]
     grids = [config.grid_hw(ref.width_px, ref.height_px) for ref in distinct]
-    merge = config.tokens.merge_size**2
-    counts = np.array([rows * columns // merge for rows, columns in grids])
+    counts = np.array([rows * columns // config.tokens.merge_size**2 for rows, columns in grids])
     first = np.cumsum(counts) - counts
-    occurrence = [np.arange(counts[i]) + first[i] for i in (order[ref.sha256] for ref in images)]
+    occurrences = [np.arange(counts[i]) + first[i] for i in index_I]
     return {
         "patches": torch.cat(patches),
-        "grid_I3": _tensor([(1, *grid) for grid in grids], torch.int64),
-        "image_token_M": _tensor(np.concatenate(occurrence), torch.int64),
+        "grid_I3": torch.tensor([(1, *grid) for grid in grids], dtype=torch.int64),
+        "image_token_M": torch.from_numpy(np.concatenate(occurrences)),
     }

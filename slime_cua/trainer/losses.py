@@ -1,74 +1,16 @@
-"""The losses the trainer knows, by name. Each is a sum over its micro-batch, already divided by a global count (I5).
+"""From a packed micro-batch and its log-probs to what slime_cua.algo.losses takes. No mathematics here.
 
 Legend: R trained rows, S segments, K action steps.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-
 import torch
 
+from slime_cua.algo.losses import LOSSES, Loss, LossInputs
 from slime_cua.config.algo import LossConfig
 from slime_cua.core.errors import ConfigError
-from slime_cua.trainer.batch import STEP_TYPES, Microbatch
-
-Stats = dict[str, torch.Tensor]
-
-
-@dataclass(frozen=True)
-class LossInput:
-    """What a loss may look at."""
-
-    logp_R: torch.Tensor
-    """Log-probs of the trained tokens at the sampling temperature; carries the gradient."""
-    entropy_R: torch.Tensor | None
-    batch: Microbatch
-    num_samples: float
-    """Global: samples (or the sum of their weights) over all ranks and micro-batches."""
-    num_tokens: float
-    """Global: trained tokens over all ranks and micro-batches."""
-    section: LossConfig | None = None
-
-
-Loss = Callable[[LossInput], tuple[torch.Tensor, Stats]]
-
-
-def sft(given: LossInput) -> tuple[torch.Tensor, Stats]:
-    """-(1/N) sum of log-probs, N the trained tokens of the whole batch. Stats: sums and counts."""
-    total = given.logp_R.sum()
-    stats = {"logp_sum": total.detach(), "num_tokens": total.new_tensor(float(given.logp_R.numel()))}
-    return -total / max(given.num_tokens, 1.0), stats
-
-
-def gspo(given: LossInput) -> tuple[torch.Tensor, Stats]:
-    """Step-balanced (or standard) GSPO over the whole batch; see slime_cua.algo.gspo.gspo_loss."""
-    from slime_cua.algo.gspo import gspo_loss
-
-    section, batch = given.section or LossConfig(), given.batch
-    weights = torch.tensor([section.step_weights.get(name, 1.0) for name in STEP_TYPES])
-    loss, stats = gspo_loss(
-        given.logp_R,
-        batch.old_logp_R,
-        torch.ones_like(batch.row_R),
-        batch.segment_R,
-        batch.step_R,
-        batch.advantage_S,
-        aggregate=section.aggregate,
-        step_weight=weights.to(batch.advantage_S.device)[batch.step_type_K],
-        eps_low=section.eps_low,
-        eps_high=section.eps_high,
-        dual_clip=section.dual_clip,
-        sample_weight=batch.sample_weight_S,
-        num_samples=given.num_samples,
-        step_type=batch.step_type_K,
-        num_types=len(STEP_TYPES),
-    )
-    return loss, stats
-
-
-LOSSES: dict[str, Loss] = {"sft": sft, "gspo": gspo}
+from slime_cua.data.batch import STEP_TYPES, PackedBatch
 
 
 def find_loss(name: str) -> Loss:
@@ -76,3 +18,41 @@ def find_loss(name: str) -> Loss:
     if name not in LOSSES:
         raise ConfigError(f"loss {name!r} is unknown; known: {', '.join(sorted(LOSSES))}")
     return LOSSES[name]
+
+
+def default_section(name: str, section: LossConfig | None) -> LossConfig:
+    """`section`, or the defaults: supervised losses are means over tokens."""
+    if section is not None:
+        return section
+    return LossConfig(aggregate="token") if name == "sft" else LossConfig()
+
+
+def loss_inputs(
+    packed: PackedBatch,
+    logp_R: torch.Tensor,
+    entropy_R: torch.Tensor | None,
+    section: LossConfig,
+    num_samples: float,
+    num_tokens: float,
+) -> LossInputs:
+    """The trained rows of `packed` on the device of logp_R; counts are global."""
+    rows = packed.is_trained_T
+
+    def put(values: object) -> torch.Tensor:
+        return torch.as_tensor(values, device=logp_R.device)
+
+    return LossInputs(
+        logp_T=logp_R,
+        old_logp_T=put(packed.old_logp_T[rows]),
+        mask_T=torch.ones_like(logp_R, dtype=torch.bool),
+        segment_id_T=put(packed.segment_id_T[rows]),
+        step_id_T=put(packed.step_id_T[rows]),
+        advantage_S=put(packed.advantage_S),
+        num_samples=num_samples,
+        num_tokens=num_tokens,
+        sample_weight_S=put(packed.sample_weight_S),
+        step_weight_K=put(packed.step_weights(section.step_weights)),
+        step_type_K=put(packed.step_type_K),
+        num_types=len(STEP_TYPES),
+        entropy_T=entropy_R,
+    )

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import torch
 
-from slime_cua.trainer.batch import STEP_TYPES
-from slime_cua.trainer.losses import LossInput
+from slime_cua.algo.losses import LossInputs
+from slime_cua.data.batch import STEP_TYPES, PackedBatch, PackedStep
 from slime_cua.trainer.runtime import Layout, add_dicts
 
 
@@ -21,16 +21,21 @@ class Totals:
         self.values: dict[str, float] = {}
         """Sums over the whole batch, after reduce."""
 
-    def add(self, loss: torch.Tensor, stats: dict[str, torch.Tensor], given: LossInput) -> None:
+    def add(
+        self, loss: torch.Tensor, stats: dict[str, torch.Tensor], inputs: LossInputs, packed: PackedBatch
+    ) -> None:
         """One micro-batch."""
-        logp_R, batch = given.logp_R.detach(), given.batch
-        sums = {"loss": loss, "log_ratio_old_new": (batch.old_logp_R - logp_R).sum(), **stats}
-        if given.entropy_R is not None:
-            sums["entropy_sum"] = given.entropy_R.sum()
+        ratio = (inputs.old_logp_T - inputs.logp_T.detach()).sum()
+        sums = {"loss": loss, "log_ratio_old_new": ratio, **stats}
+        if inputs.entropy_T is not None:
+            sums["entropy_sum"] = inputs.entropy_T.sum()
         for name, value in sums.items():
             self._tensors[name] = self._tensors.get(name, 0.0) + value.detach()
-        counts = {"microbatches": 1, "rows": batch.row_R.numel(), "packed": batch.num_tokens}
-        for name, number in {**counts, "padded": batch.token_ids_T.numel()}.items():
+        for name, number in {
+            "microbatches": 1,
+            "rows": packed.num_trained,
+            "packed": packed.num_tokens,
+        }.items():
             self._counts[name] = self._counts.get(name, 0.0) + number
 
     def reduce(self, layout: Layout) -> None:
@@ -44,17 +49,19 @@ class Totals:
         self.values = add_dicts(mine, layout)
 
 
-def named_metrics(values: dict[str, float], step: dict[str, float], loss: str) -> dict[str, float]:
+def named_metrics(
+    values: dict[str, float], step: dict[str, float], loss: str, batch: PackedStep
+) -> dict[str, float]:
     """Metric name -> value from the sums of a batch and what the optimiser step said ({} when none was taken)."""
     kind = "sft" if loss == "sft" else "loss"
     rows = max(values.get("rows", 0.0), 1.0)
-    padded = values.get("padded", 0.0)
     metrics = {
         "sft/loss" if kind == "sft" else "loss/policy": values.get("loss", 0.0),
         f"{kind}/grad_norm": step.get("grad_norm", 0.0),
         f"{kind}/lr": step.get("lr", 0.0),
-        f"{kind}/num_trained_tokens": values.get("rows", 0.0),
-        f"{kind}/padding_share": 1 - values["packed"] / padded if padded else 0.0,
+        f"{kind}/num_samples": float(batch.num_segments),
+        f"{kind}/num_trained_tokens": float(batch.num_tokens),
+        f"{kind}/padding_share": batch.padding_share if batch.num_segments else 0.0,
         f"{kind}/num_microbatches": values.get("microbatches", 0.0),
         f"{kind}/num_packed_tokens": values.get("packed", 0.0),
         f"{kind}/is_skipped": step.get("skipped", 1.0),

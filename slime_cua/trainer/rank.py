@@ -20,15 +20,16 @@ from slime_cua.convert import check_hf_folder
 from slime_cua.core.errors import CheckpointError, ConfigError
 from slime_cua.core.ports import free_port
 from slime_cua.core.types import TrainSample
+from slime_cua.data.batch import PackedBatch, PackedStep
+from slime_cua.data.packing import pack
 from slime_cua.trainer import checkpoint, runtime
-from slime_cua.trainer.batch import Microbatch, build_microbatch, check_samples, expanded_lengths
+from slime_cua.trainer.batch import Microbatch, build_microbatch
 from slime_cua.trainer.images import ImageLoader, ImageSource, PatchConfig
 from slime_cua.trainer.layouts import check_divisibility
-from slime_cua.trainer.losses import LossInput, find_loss
+from slime_cua.trainer.losses import default_section, find_loss, loss_inputs
 from slime_cua.trainer.metrics import Totals, named_metrics
 from slime_cua.trainer.model import PolicyModel
 from slime_cua.trainer.optimizer import Optimizer
-from slime_cua.trainer.plan import plan_microbatches
 
 Samples = Sequence[TrainSample] | Path | str
 
@@ -91,27 +92,29 @@ class TrainerRank:
         """
         with self._scope():
             started = time.monotonic()
-            items = read_samples(samples)
-            plan = self._plan(items)
-            find_loss(loss)
-            num_tokens = float(sum(sum(s.segment.is_trained) for s in items))
-            count = float(len(items)) if num_samples is None else num_samples
+            compute, settings = find_loss(loss), default_section(loss, section)
+            is_plain = loss != "sft" and settings.kl is None and settings.entropy_coef == 0
+            batch = self._pack(read_samples(samples), is_zero_skipped=is_plain)
+            count = batch.num_samples if num_samples is None else num_samples
             totals, step = Totals(), {}
-            if num_tokens:
+            if any(packed.num_segments for share in batch.micro_batches for packed in share):
                 self.model.module.train()
                 self.optimizer.zero_grad()
-                for batch in self._microbatches(items, plan, image_store):
-                    logp_R, entropy_R = self.model.logprobs(batch, temperature, with_entropy=loss != "sft")
-                    given = LossInput(logp_R, entropy_R, batch, count, num_tokens, section)
-                    value, stats = find_loss(loss)(given)
+                for packed, on_device in self._microbatches(batch, image_store):
+                    logp_R, entropy_R = self.model.logprobs(
+                        on_device,
+                        temperature,
+                        with_entropy=loss != "sft",
+                        entropy_grad=settings.entropy_coef != 0,
+                    )
+                    inputs = loss_inputs(packed, logp_R, entropy_R, settings, count, float(batch.num_tokens))
+                    value, stats = compute(inputs, settings)
                     value.backward()
-                    totals.add(value, stats, given)
+                    totals.add(value, stats, inputs, packed)
                 self.optimizer.reduce_gradients()
                 step = self.optimizer.step()
             totals.reduce(self.layout)
-            metrics = named_metrics(totals.values, step, loss)
-            if loss != "sft":
-                metrics["loss/num_samples"] = float(len(items))
+            metrics = named_metrics(totals.values, step, loss, batch)
             metrics["time/train_s"] = time.monotonic() - started
             if policy_version is not None:
                 metrics["loss/policy_version"] = float(policy_version)
@@ -125,11 +128,15 @@ class TrainerRank:
             items = read_samples(samples)
             self.model.module.eval()
             mine: dict[int, list[float]] = {}
-            for batch in self._microbatches(items, self._plan(items), image_store):
-                logp_R, _ = self.model.logprobs(batch, temperature)
-                logp, segments = logp_R.cpu(), batch.segment_R.cpu()
-                for position, index in enumerate(batch.sample_index):
-                    mine[index] = logp[segments == position].tolist()
+            named = [
+                TrainSample(segment=s.segment.model_copy(update={"segment_id": f"{i:09d}"}))
+                for i, s in enumerate(items)
+            ]
+            for packed, on_device in self._microbatches(self._pack(named), image_store):
+                logp_R = self.model.logprobs(on_device, temperature)[0].cpu()
+                segment_R = torch.from_numpy(packed.segment_id_T[packed.is_trained_T])
+                for position, name in enumerate(packed.segment_names):
+                    mine[int(name)] = logp_R[segment_R == position].tolist()
             found = runtime.gather_dicts(mine, self.layout)
             return [found[index] for index in range(len(items))]
 
@@ -171,18 +178,24 @@ class TrainerRank:
         """Leave the job."""
         runtime.stop()
 
-    def _plan(self, items: Sequence[TrainSample]) -> list[list[list[int]]]:
-        lengths = expanded_lengths(items, self._patches)
-        check_samples(items, lengths, self.config.max_tokens_per_rank)
-        return plan_microbatches(lengths, self.config.max_tokens_per_rank, self.layout.dp_size)
+    def _pack(self, items: Sequence[TrainSample], is_zero_skipped: bool = False) -> PackedStep:
+        parallel = self.config.parallel
+        return pack(
+            items,
+            max_tokens=self.config.max_tokens_per_rank,
+            num_dp=self.layout.dp_size,
+            images=self._patches.tokens,
+            pad_multiple=parallel.tp if parallel.sequence_parallel else 1,
+            is_zero_skipped=is_zero_skipped,
+        )
 
     def _microbatches(
-        self, items: Sequence[TrainSample], plan: list[list[list[int]]], source: ImageSource | None
-    ) -> Iterator[Microbatch]:
-        multiple = self.config.parallel.tp if self.config.parallel.sequence_parallel else 1
-        for indices in plan[self.layout.dp_rank]:
-            batch = build_microbatch(items, indices, source, self._loader, multiple, pad_id=0)
-            yield batch.to(self.layout.device)
+        self, batch: PackedStep, source: ImageSource | None
+    ) -> Iterator[tuple[PackedBatch, Microbatch]]:
+        """This rank's micro-batches. Empty ones only where experts are spread over ranks: all must then take part."""
+        for packed in batch.micro_batches[self.layout.dp_rank]:
+            if packed.num_segments or self.config.parallel.ep > 1:
+                yield packed, build_microbatch(packed, source, self._loader).to(self.layout.device)
 
     def _source_folder(self) -> Path:
         if self._hf_dir is None:

@@ -75,10 +75,12 @@ def start(config: TrainerConfig, rank: int, world_size: int, address: str, port:
 
 
 def stop() -> None:
-    """Leave the process group."""
+    """Leave the process group; this process may then start again under another layout."""
+    from mcore_bridge.bridge import gpt_bridge
     from megatron.core import mpu
 
     if dist.is_initialized():
+        gpt_bridge.EP_PP_GROUP = None  # cached for the process; the next layout needs its own
         mpu.destroy_model_parallel()
         dist.destroy_process_group()
 

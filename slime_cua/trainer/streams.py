@@ -74,3 +74,25 @@ def _starts(lengths_S: Ints) -> Ints:
     if len(lengths_S) and lengths_S.min() < 1:
         raise DataError("a sample without tokens cannot be trained")
     return _before(lengths_S)
+
+
+def packed_positions(ids_T: Ints, cu_seqlens: NDArray[np.int32], grid_I2: Ints, image_token_id: int) -> Ints:
+    """Rotary positions [3, T] of an already expanded stream; each sequence starts at 0.
+
+    grid_I2: (rows, columns) of image tokens of each image, in stream order. Raises DataError when the image tokens of the
+    stream are not those of the grids.
+    """
+    is_image_T = ids_T == image_token_id
+    count_I = grid_I2[:, 0] * grid_I2[:, 1]
+    if int(is_image_T.sum()) != int(count_I.sum()):
+        raise DataError(
+            f"{int(is_image_T.sum())} image tokens in the stream, the images make {int(count_I.sum())}"
+        )
+    is_first_T = ~is_image_T
+    if len(count_I):
+        is_first_T[np.flatnonzero(is_image_T)[_before(count_I)]] = True
+    before_T = np.concatenate([[0], np.cumsum(is_first_T)])
+    lengths_S = np.diff(before_T[cu_seqlens])
+    streams = expand_streams(ids_T[is_first_T], lengths_S[lengths_S > 0], grid_I2, image_token_id)
+    assert np.array_equal(streams.token_ids_T, ids_T), "an image's tokens are not in one run"
+    return streams.positions_3T

@@ -165,11 +165,9 @@ def build_equal_lengths(
     sizes_S = np.array([len(x) + n for x, n in zip(ids, pads, strict=True)], dtype=np.int64)
     streams = expand_streams(ids_N, sizes_S, grids, config.tokens.image_token_id)
     at_R = streams.start_N[trained_N]
-    num_rows = len(at_R)
-    empty = torch.zeros(num_rows, device=device)
 
     def put(values: NDArray[Any]) -> torch.Tensor:
-        tensor = torch.from_numpy(np.require(values, requirements="CW"))
+        tensor = torch.from_numpy(np.require(values, requirements=["C", "W"]))
         return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
     return Microbatch(
@@ -179,18 +177,12 @@ def build_equal_lengths(
         max_seqlen=length,
         row_R=put(at_R - 1),
         target_R=put(streams.token_ids_T[at_R]),
-        old_logp_R=empty,
-        segment_R=put(at_R // length),
-        step_R=put(at_R // length),
-        advantage_S=torch.zeros(len(samples), device=device),
-        sample_weight_S=torch.ones(len(samples), device=device),
-        step_type_K=torch.zeros(len(samples), dtype=torch.int64, device=device),
-        num_tokens=len(samples) * length,
-        **({} if not images else _patches(images, config, put)),
+        patches=_patches(images, config, put) if images else None,
+        grid_I3=put(_patch_grids(images, config)) if images else None,
     )
 
 
-def _patches(images: list[NDArray[np.uint8]], config: PatchConfig, put: Any) -> dict[str, torch.Tensor]:
+def _patches(images: list[NDArray[np.uint8]], config: PatchConfig, put: Any) -> torch.Tensor:
     """Patches made on the device from uint8 pixels; runs of one size are stacked."""
     patches, at = [], 0
     while at < len(images):
@@ -199,5 +191,8 @@ def _patches(images: list[NDArray[np.uint8]], config: PatchConfig, put: Any) -> 
             end += 1
         patches.append(patchify(put(np.stack(images[at:end])), config))
         at = end
-    grids = np.array([(1, *config.grid_hw(*size_wh_px(image))) for image in images], dtype=np.int64)
-    return {"patches": torch.cat(patches) if len(patches) > 1 else patches[0], "grid_I3": put(grids)}
+    return torch.cat(patches) if len(patches) > 1 else patches[0]
+
+
+def _patch_grids(images: list[NDArray[np.uint8]], config: PatchConfig) -> NDArray[np.int64]:
+    return np.array([(1, *config.grid_hw(*size_wh_px(image))) for image in images], dtype=np.int64)
