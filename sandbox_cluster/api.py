@@ -10,8 +10,12 @@
     POST   /v1/leases/{id}/reset           -                -> Lease           (a fresh desktop under the same lease)
     DELETE /v1/leases/{id}                 -                -> 204
     GET    /v1/leases, /v1/hosts, /healthz, /metrics, /docs
+    POST   /v1/hosts/{id}/drain            -                -> HostView        (no new leases on it)
+    ANY    /g/{secret}/server/{path}       OSWorld's guest endpoints of the leased desktop; no token, the secret is one
+    Hosts, with a host token: POST /v1/hosts HostRegistration; POST /v1/hosts/{id}/beat HostBeat -> HostBeatReply
     Errors: {"error": {"kind": "...", "message": "what and what to do"}} with 400, 401, 404, 409, 410, 503, 504.
-`Authorization: Bearer TOKEN` on all but /healthz. An `action_id` makes a repeated step or execute return the first result.
+Kinds: bad_request, task, unauthorized, not_found, conflict, gone, unavailable, timeout, unknown_outcome, desktop, internal.
+`Authorization: Bearer TOKEN` on all but /healthz, /docs and /g. An `action_id` makes a repeated step or execute return the first result.
 """
 
 from __future__ import annotations
@@ -128,3 +132,92 @@ class EvaluateReply(_Body):
     """In [0, 1]; None when no honest score exists, with the reason in invalid_reason (I8)."""
     invalid_reason: str | None = None
     details: dict[str, Any] = Field(default_factory=dict)
+
+
+class ErrorBody(_Body):
+    kind: str
+    message: str
+
+
+class ErrorReply(_Body):
+    """The body of every answer that is not a success."""
+
+    error: ErrorBody
+
+
+class LeaseView(_Body):
+    """A lease as lists show it: without its secret."""
+
+    lease_id: str
+    owner: str
+    task_id: str
+    episode_id: str
+    host_id: str
+    provider: str
+    state: str
+    expires_s: float
+
+
+class HostRegistration(_Body):
+    """What a host agent says of itself when it starts. A new epoch means: desktops of the old one are gone."""
+
+    host_id: str
+    epoch: str
+    url: str
+    call_token: str
+    """The gateway shows this token when it calls the host."""
+    provider: str
+    os: str
+    screen_wh_px: tuple[int, int]
+    tags: tuple[str, ...] = ()
+    num_slots: int = Field(ge=1)
+    """Desktops that can be leased at once."""
+
+
+class HostBeat(_Body):
+    """Sent every second or so; silence means the host is lost."""
+
+    epoch: str
+    num_ready: int
+    leases: tuple[str, ...] = ()
+    """Lease ids bound to a desktop here."""
+    lost: dict[str, str] = Field(default_factory=dict)
+    """Lease id -> why its desktop is gone."""
+    is_draining: bool = False
+    last_error: str = ""
+
+
+class HostBeatReply(_Body):
+    release: tuple[str, ...] = ()
+    """Of the leases in the beat, those that ended: their desktops are to be destroyed."""
+    is_draining: bool = False
+
+
+class HostView(_Body):
+    host_id: str
+    state: str
+    """up, draining or lost."""
+    provider: str
+    os: str
+    screen_wh_px: tuple[int, int]
+    tags: tuple[str, ...]
+    num_slots: int
+    num_leased: int
+    num_ready: int
+    last_error: str = ""
+
+
+class BindRequest(_Body):
+    """Gateway to host: give this lease a desktop. Sent again it answers the same."""
+
+    wait_s: float = 30.0
+    owner: str = ""
+    task_id: str = ""
+    episode_id: str = ""
+
+
+class BindReply(_Body):
+    desktop_id: str
+    provider: str
+    os: str
+    screen_wh_px: tuple[int, int]

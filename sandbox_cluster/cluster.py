@@ -1,0 +1,196 @@
+"""A gateway and one host for the length of a block, on loopback and free ports. Nothing outlives the block or its process.
+
+    async with LocalCluster(config.sandbox, run_dir / "sandbox") as cluster:
+        async with SandboxClient(cluster.url, cluster.token, config.sandbox) as client: ...
+
+The two are tied to this process by their stdin: when it ends in whatever way, they end, and the desktops with them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import secrets
+import select
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import TracebackType
+
+from slime_cua.config.sandbox import SandboxConfig
+from slime_cua.core.errors import PreflightError
+
+CLIENT_TOKENS = "SLIME_CUA_CLIENT_TOKENS"
+HOST_TOKENS = "SLIME_CUA_HOST_TOKENS"
+STOP_S = 8.0
+PROJECT = Path(__file__).resolve().parent.parent
+
+
+class LocalCluster:
+    """`url` and `token` are set inside the block. Works with `with` and `async with`."""
+
+    def __init__(
+        self, config: SandboxConfig, state_dir: Path, *, host_id: str = "", start_timeout_s: float = 60.0
+    ) -> None:
+        self.config, self.state_dir = config, state_dir
+        self.url, self.token = "", ""
+        self._host_id = host_id or f"run-{os.getpid()}-{secrets.token_hex(3)}"
+        self._start_timeout_s = start_timeout_s
+        self._host_token = ""
+        self.gateway: Service | None = None
+        self.host: Service | None = None
+
+    def start(self) -> None:
+        """Start both and wait until the host is registered. Raises PreflightError with the failing one's own sentence."""
+        self.state_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
+        self.token, self._host_token = secrets.token_urlsafe(24), secrets.token_urlsafe(24)
+        try:
+            self.start_gateway()
+            self.start_host()
+        except BaseException:
+            self.stop()
+            raise
+
+    def start_gateway(self, port: int = 0) -> None:
+        """Start the gateway; again, with the old port, after it died."""
+        self.gateway = Service(
+            "gateway",
+            ["--port", str(port), "--state", str(self.state_dir / "gateway")],
+            {CLIENT_TOKENS: f"run:{self.token}", HOST_TOKENS: f"run:{self._host_token}"},
+            self.state_dir / "gateway.log",
+            self._start_timeout_s,
+        )
+        self.url = f"http://127.0.0.1:{self.gateway.port}"
+
+    def start_host(self) -> None:
+        """Start the host agent; again after it died."""
+        config = self.state_dir / "host.json"
+        config.write_text(self.config.model_dump_json())
+        self.host = Service(
+            "host",
+            [
+                "--gateway",
+                self.url,
+                "--config",
+                str(config),
+                "--host-id",
+                self._host_id,
+                "--state",
+                str(self.state_dir / "host"),
+            ],
+            {HOST_TOKENS: f"run:{self._host_token}"},
+            self.state_dir / "host.log",
+            self._start_timeout_s,
+        )
+
+    def stop(self) -> None:
+        """End both. May be repeated."""
+        for service in (self.host, self.gateway):
+            if service is not None:
+                service.stop()
+
+    def __enter__(self) -> LocalCluster:
+        self.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    async def __aenter__(self) -> LocalCluster:
+        starting = asyncio.ensure_future(asyncio.to_thread(self.start))
+        try:
+            await asyncio.shield(starting)
+        except asyncio.CancelledError:
+            with contextlib.suppress(PreflightError):
+                await starting
+            self.stop()
+            raise
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await asyncio.shield(asyncio.to_thread(self.stop))
+
+
+class Service:
+    """One of our processes, tied to this one. Its log is kept in a file."""
+
+    def __init__(
+        self, name: str, arguments: list[str], environment: dict[str, str], log: Path, timeout_s: float
+    ) -> None:
+        self.name, self._log = name, log
+        ready_read, ready_write = os.pipe()
+        with log.open("ab") as log_file:
+            self._log_start = log_file.tell()
+            try:
+                self.process = subprocess.Popen(
+                    [
+                        sys.executable,
+                        "-m",
+                        f"sandbox_cluster.{name}",
+                        *arguments,
+                        "--ready-fd",
+                        str(ready_write),
+                        "--tied-to-stdin",
+                    ],
+                    stdin=subprocess.PIPE,
+                    stdout=log_file,
+                    stderr=log_file,
+                    pass_fds=(ready_write,),
+                    env=_environment(environment),
+                    start_new_session=True,
+                )
+            finally:
+                os.close(ready_write)
+        try:
+            self.port = self._wait_ready(ready_read, timeout_s)
+        except BaseException:
+            self.stop()
+            raise
+        finally:
+            os.close(ready_read)
+
+    def _wait_ready(self, ready: int, timeout_s: float) -> int:
+        end = time.monotonic() + timeout_s
+        line = b""
+        while not line.endswith(b"\n"):
+            left_s = end - time.monotonic()
+            if left_s <= 0 or not select.select([ready], [], [], left_s)[0]:
+                raise PreflightError(
+                    f"the sandbox {self.name} was not ready within {timeout_s:g} s: {self._last_words()}"
+                )
+            part = os.read(ready, 4096)
+            if not part:
+                self.process.wait(STOP_S)
+                raise PreflightError(self._last_words())
+            line += part
+        return int(json.loads(line)["port"])
+
+    def _last_words(self) -> str:
+        with self._log.open("rb") as file:
+            file.seek(self._log_start)
+            lines = file.read().decode(errors="replace").splitlines()
+        sentences = [line for line in lines if line.startswith(f"sandbox {self.name}: ")]
+        return (sentences or lines or ["it said nothing"])[-1] + f" (log: {self._log})"
+
+    def stop(self) -> None:
+        """End it: close the tie, then kill what does not go. May be repeated."""
+        if self.process.stdin is not None:
+            with contextlib.suppress(OSError):
+                self.process.stdin.close()
+        try:
+            self.process.wait(STOP_S)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+
+
+def _environment(more: dict[str, str]) -> dict[str, str]:
+    paths = [str(PROJECT), *filter(None, [os.environ.get("PYTHONPATH", "")])]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths), **more}

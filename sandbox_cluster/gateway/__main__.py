@@ -1,0 +1,73 @@
+"""`python -m sandbox_cluster.gateway --port 8700 --state DIR`: the cluster's one port."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import sys
+from pathlib import Path
+
+CLIENT_TOKENS = "SLIME_CUA_CLIENT_TOKENS"
+HOST_TOKENS = "SLIME_CUA_HOST_TOKENS"
+
+
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m sandbox_cluster.gateway", description=__doc__)
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on")
+    parser.add_argument("--port", type=int, default=8700, help="0: any free port")
+    parser.add_argument("--state", type=Path, required=True, help="folder of the SQLite state, mode 0700")
+    parser.add_argument(
+        "--tokens",
+        type=Path,
+        help=f'JSON file {{"clients": {{name: token}}, "hosts": {{name: token}}}}; without it: {CLIENT_TOKENS} and {HOST_TOKENS} as name:token,name:token',
+    )
+    parser.add_argument(
+        "--host-timeout-s", type=float, default=10.0, help="a host silent for so long is lost"
+    )
+    parser.add_argument(
+        "--ready-fd", type=int, help='file descriptor that gets {"port": N} when requests are answered'
+    )
+    parser.add_argument("--tied-to-stdin", action="store_true", help="end when stdin ends")
+    return parser.parse_args(arguments)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    options = parse(arguments)
+    from sandbox_cluster.serving import setup_logs
+    from slime_cua.core.errors import SlimeCuaError
+
+    setup_logs()
+    try:
+        asyncio.run(_run(options))
+    except SlimeCuaError as error:
+        print(f"sandbox gateway: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    return 0
+
+
+async def _run(options: argparse.Namespace) -> None:
+    from sandbox_cluster.gateway.app import create_app
+    from sandbox_cluster.gateway.state import State
+    from sandbox_cluster.serving import Tokens, bind, event, parse_tokens, read_token_file, serve
+
+    if options.tokens:
+        clients, hosts = read_token_file(options.tokens)
+    else:
+        clients = parse_tokens(os.environ.get(CLIENT_TOKENS, ""), CLIENT_TOKENS)
+        hosts = parse_tokens(os.environ.get(HOST_TOKENS, ""), HOST_TOKENS)
+    sock = bind(options.host, options.port)
+    try:
+        app = create_app(
+            State(options.state), Tokens(clients), Tokens(hosts), host_timeout_s=options.host_timeout_s
+        )
+        event("gateway_starts", address=f"{options.host}:{sock.getsockname()[1]}", state=str(options.state))
+        await serve(app, sock, ready_fd=options.ready_fd, is_tied_to_stdin=options.tied_to_stdin)
+    finally:
+        sock.close()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

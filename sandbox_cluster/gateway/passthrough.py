@@ -1,0 +1,118 @@
+"""OSWorld's own client on a leased desktop: /g/{secret}/server/... . The path is the proof; it dies with the lease.
+
+That client repeats any answer that is not 200 up to three times, and again when a connection breaks. So once a call may
+have acted the answer is 200 with the failure inside, and the same body within REPEAT_S of a broken reply gets the first result.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import time
+from dataclasses import dataclass
+
+from fastapi import FastAPI, Request
+from fastapi.responses import Response
+
+from sandbox_cluster.errors import ApiError
+from sandbox_cluster.gateway.broker import Broker
+from sandbox_cluster.gateway.state import LeaseRecord
+from sandbox_cluster.gateway.upstream import Upstream
+from sandbox_cluster.serving import wait_disconnect
+
+REPEAT_S = 15.0
+CALL_S = 240.0
+_KEPT_HEADERS = ("content-type", "content-disposition")
+
+
+@dataclass
+class _Call:
+    """A call that runs, or whose reply did not reach the client."""
+
+    task: asyncio.Task[Response]
+    broken_mono: float | None = None
+
+
+class PassThrough:
+    def __init__(self, broker: Broker, upstream: Upstream) -> None:
+        self._broker, self._upstream = broker, upstream
+        self._calls: dict[tuple[str, str], _Call] = {}
+
+    def add_routes(self, app: FastAPI) -> None:
+        app.add_api_route(
+            "/g/{secret}/server/{path:path}",
+            self.handle,
+            methods=["GET", "POST"],
+            response_class=Response,
+            include_in_schema=False,
+        )
+
+    async def handle(self, request: Request, secret: str, path: str) -> Response:
+        """Send the request to the desktop's OSWorld server. Unknown or ended secret: 401."""
+        lease = self._broker.use_secret(secret)
+        body = await request.body()
+        content_type = request.headers.get("content-type", "")
+        if request.method == "GET":
+            return await self._send(lease, request, path, body, content_type)
+        digest = hashlib.sha256(b"\0".join((path.encode(), body))).hexdigest()
+        call = self._known(lease, digest)
+        if call is None:
+            call = _Call(asyncio.ensure_future(self._send(lease, request, path, body, content_type)))
+            self._calls[(lease.lease_id, digest)] = call
+        return await self._deliver(request, call, (lease.lease_id, digest))
+
+    def _known(self, lease: LeaseRecord, digest: str) -> _Call | None:
+        edge = time.monotonic() - REPEAT_S
+        for key, call in list(self._calls.items()):
+            if call.broken_mono is not None and call.task.done() and call.broken_mono < edge:
+                del self._calls[key]
+        call = self._calls.get((lease.lease_id, digest))
+        return call if call is not None and call.broken_mono is not None else None
+
+    async def _deliver(self, request: Request, call: _Call, key: tuple[str, str]) -> Response:
+        leaving = asyncio.ensure_future(wait_disconnect(request))
+        try:
+            await asyncio.wait({call.task, leaving}, return_when=asyncio.FIRST_COMPLETED)
+            if not call.task.done():
+                call.broken_mono = time.monotonic()
+                raise ApiError("gone", "the client left")
+            if not leaving.done():
+                self._calls.pop(key, None)
+            else:
+                call.broken_mono = time.monotonic()
+            return call.task.result()
+        finally:
+            leaving.cancel()
+
+    async def _send(
+        self, lease: LeaseRecord, request: Request, path: str, body: bytes, content_type: str
+    ) -> Response:
+        query = f"?{request.url.query}" if request.url.query else ""
+        target = f"/v1/leases/{lease.lease_id}/server/{path}{query}"
+        host = self._broker.hosts.by_id[lease.host_id].registration
+        headers = {"content-type": content_type} if content_type else {}
+        try:
+            with self._broker.in_flight(lease):
+                reply = await self._upstream.call(host, request.method, target, body, CALL_S, headers)
+        except ApiError as error:
+            return _failure(error, request.method)
+        if reply.status_code >= 500 and request.method == "POST":
+            return _failure(ApiError("desktop", reply.text[:2000]), request.method)
+        kept = {name: reply.headers[name] for name in _KEPT_HEADERS if name in reply.headers}
+        return Response(reply.content, reply.status_code, headers=kept)
+
+
+def _failure(error: ApiError, method: str) -> Response:
+    """A call that did not reach the desktop, or only reads, may be repeated and says 503. One that may have acted says 200."""
+    if error.kind == "unavailable" or method == "GET":
+        return Response(json.dumps(error.body), 503, media_type="application/json")
+    body = {
+        "status": "error",
+        "message": str(error),
+        "output": "",
+        "error": str(error),
+        "returncode": -1,
+        "return_code": -1,
+    }
+    return Response(json.dumps(body), 200, media_type="application/json")

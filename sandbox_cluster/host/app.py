@@ -1,0 +1,120 @@
+"""The host agent's HTTP face, for its gateway only."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from sandbox_cluster import api
+from sandbox_cluster.deadlines import DEADLINE_HEADER, given, tighter
+from sandbox_cluster.errors import ApiError, to_api
+from sandbox_cluster.host.bindings import Bindings
+from sandbox_cluster.host.work import Work
+from sandbox_cluster.serving import Tokens, error_response, install_errors
+
+
+def create_app(bindings: Bindings, work: Work, tokens: Tokens) -> FastAPI:
+    """Routes of one host agent."""
+    app = FastAPI(
+        title="slime_cua sandbox host", version="1", docs_url=None, redoc_url=None, openapi_url=None
+    )
+    install_errors(app)
+
+    @app.get("/healthz")
+    async def healthz() -> dict[str, Any]:
+        return {"status": "ok", "num_leases": len(bindings.lease_ids)}
+
+    @app.put("/v1/leases/{lease_id}", response_model=api.BindReply)
+    async def bind(request: Request, lease_id: str, body: api.BindRequest) -> api.BindReply:
+        tokens.principal(request)
+        return await bindings.bind(lease_id, body)
+
+    @app.delete("/v1/leases/{lease_id}", status_code=204)
+    async def unbind(request: Request, lease_id: str) -> Response:
+        tokens.principal(request)
+        bindings.unbind(lease_id)
+        return Response(status_code=204)
+
+    _action_routes(app, bindings, tokens)
+    _work_routes(app, bindings, work, tokens)
+    app.add_route(
+        "/v1/leases/{lease_id}/server/{path:path}", _PassThrough(bindings, work, tokens), methods=None
+    )
+    return app
+
+
+def _deadline_s(request: Request, default_s: float) -> float:
+    return tighter(given(request.headers.get(DEADLINE_HEADER), default_s))
+
+
+def _action_routes(app: FastAPI, bindings: Bindings, tokens: Tokens) -> None:
+    @app.post("/v1/leases/{lease_id}/step", response_class=Response)
+    async def step(request: Request, lease_id: str, body: api.StepRequest) -> Response:
+        tokens.principal(request)
+        reply = await bindings.step(lease_id, body, _deadline_s(request, 30.0))
+        return Response(reply.model_dump_json(), media_type="application/json")
+
+    @app.post("/v1/leases/{lease_id}/execute", response_class=Response)
+    async def execute(request: Request, lease_id: str, body: api.ExecuteRequest) -> Response:
+        tokens.principal(request)
+        reply = await bindings.execute(lease_id, body, _deadline_s(request, body.timeout_s + 10.0))
+        return Response(reply.model_dump_json(), media_type="application/json")
+
+    @app.get("/v1/leases/{lease_id}/screenshot", response_class=Response)
+    async def screenshot(request: Request, lease_id: str) -> Response:
+        tokens.principal(request)
+        _, watched = bindings.get(lease_id)
+        async with asyncio.timeout(_deadline_s(request, 20.0)):
+            capture = await watched.desktop.screenshot()
+        return Response(capture.png, media_type="image/png", headers={"etag": capture.sha256})
+
+    @app.post("/v1/leases/{lease_id}/reset", response_model=api.BindReply)
+    async def reset(request: Request, lease_id: str) -> api.BindReply:
+        tokens.principal(request)
+        return await bindings.reset(lease_id, _deadline_s(request, 60.0))
+
+
+def _work_routes(app: FastAPI, bindings: Bindings, work: Work, tokens: Tokens) -> None:
+    @app.get("/v1/leases/{lease_id}/file", response_class=Response)
+    async def file(request: Request, lease_id: str, path: str) -> Response:
+        tokens.principal(request)
+        _, watched = bindings.get(lease_id)
+        try:
+            data = await watched.desktop.get_file(path)
+        except OSError as error:
+            raise ApiError("not_found", f"{path}: {error.strerror or error}") from None
+        return Response(data, media_type="application/octet-stream")
+
+    @app.post("/v1/leases/{lease_id}/setup", response_model=api.SetupReply)
+    async def setup(request: Request, lease_id: str, body: api.SetupRequest) -> api.SetupReply:
+        tokens.principal(request)
+        _, watched = bindings.get(lease_id)
+        return await work.setup(watched.desktop, body, _deadline_s(request, body.timeout_s))
+
+    @app.post("/v1/leases/{lease_id}/evaluate", response_model=api.EvaluateReply)
+    async def evaluate(request: Request, lease_id: str, body: api.EvaluateRequest) -> api.EvaluateReply:
+        tokens.principal(request)
+        _, watched = bindings.get(lease_id)
+        return await work.evaluate(watched.desktop, body, _deadline_s(request, body.timeout_s + 10.0))
+
+
+class _PassThrough:
+    """Hands a request to the OSWorld server of the lease's desktop, path and body as they came."""
+
+    def __init__(self, bindings: Bindings, work: Work, tokens: Tokens) -> None:
+        self._bindings, self._work, self._tokens = bindings, work, tokens
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            self._tokens.principal(Request(scope))
+            _, watched = self._bindings.get(scope["path_params"]["lease_id"])
+            inner = self._work.server(watched.desktop)
+        except Exception as error:
+            await error_response(to_api(error))(scope, receive, send)
+            return
+        path = "/" + scope["path_params"]["path"]
+        await inner({**scope, "path": path, "raw_path": path.encode(), "root_path": ""}, receive, send)

@@ -1,0 +1,120 @@
+"""Puts a host agent together: provider, pool, bindings, judge, HTTP face, talk with the gateway."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import os
+import re
+import secrets
+import socket
+from pathlib import Path
+
+from sandbox_cluster.api import HostRegistration
+from sandbox_cluster.host.agent import Agent
+from sandbox_cluster.host.app import create_app
+from sandbox_cluster.host.bindings import Bindings
+from sandbox_cluster.host.pool import Pool
+from sandbox_cluster.host.work import Work
+from sandbox_cluster.judge.jail import Jail
+from sandbox_cluster.providers import make_provider
+from sandbox_cluster.serving import Tokens, bind, event, parse_tokens, serve
+from slime_cua.config.base import validate
+from slime_cua.config.sandbox import SandboxConfig
+from slime_cua.core.errors import ConfigError
+
+
+async def run(options: argparse.Namespace, host_tokens: str) -> None:
+    """Serve until told to stop. Raises PreflightError or ConfigError with what to do."""
+    config = config_of(options)
+    token = next(iter(parse_tokens(host_tokens, "SLIME_CUA_HOST_TOKENS").values()))
+    host_id = options.host_id or socket.gethostname()
+    state = options.state or Path(f"/var/tmp/slime_cua-{os.geteuid()}") / host_id
+    state.mkdir(parents=True, exist_ok=True, mode=0o700)
+    jail = Jail()
+    await jail.check()
+    provider = make_provider(config.provider, config, state, host_id, config.max_boots)
+    await provider.check()
+    num_reaped = await provider.reap()
+    event("host_starts", host=host_id, provider=config.provider, num_reaped=num_reaped)
+    sock = bind(options.listen, options.port)
+    url = options.advertise or f"http://{options.listen}:{sock.getsockname()[1]}"
+    call_token = secrets.token_urlsafe(24)
+    pool = Pool(provider, config.num_desktops, config.num_spares, disk=state)
+    bindings = Bindings(pool)
+    agent = Agent(
+        options.gateway,
+        token,
+        HostRegistration(
+            host_id=host_id,
+            epoch=secrets.token_hex(8),
+            url=url,
+            call_token=call_token,
+            provider=config.provider,
+            os="ubuntu",
+            screen_wh_px=config.screen_wh_px,
+            tags=tuple(filter(None, options.tags.split(","))),
+            num_slots=config.num_desktops,
+        ),
+        pool,
+        bindings,
+    )
+    pool.on_change = bindings.on_change = agent.news.set
+    app = create_app(bindings, Work(jail, tuple(options.allow_url)), Tokens({"gateway": call_token}))
+    try:
+        pool.start()
+        await _together(
+            agent.run(),
+            serve(
+                app,
+                sock,
+                ready_fd=options.ready_fd,
+                is_tied_to_stdin=options.tied_to_stdin,
+                ready=agent.registered.wait,
+                on_stop=lambda: agent.drain(options.drain_timeout_s),
+            ),
+        )
+    finally:
+        await agent.close()
+        sock.close()
+        await pool.close()
+        event("host_stopped", host=host_id)
+
+
+async def _together(talk: object, service: object) -> None:
+    """Both run; the end or failure of either ends the other."""
+    tasks = [asyncio.ensure_future(talk), asyncio.ensure_future(service)]  # type: ignore[arg-type]
+    try:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            task.result()
+    finally:
+        for task in tasks:
+            task.cancel()
+        for task in tasks:
+            with contextlib.suppress(asyncio.CancelledError, Exception):
+                await task
+
+
+def config_of(options: argparse.Namespace) -> SandboxConfig:
+    """The host's config, of a file or of flags. Raises ConfigError."""
+    if options.config:
+        try:
+            return validate(SandboxConfig, json.loads(options.config.read_text()), str(options.config))
+        except (OSError, ValueError) as error:
+            if isinstance(error, ConfigError):
+                raise
+            raise ConfigError(f"{options.config} cannot be read: {error}") from None
+    size = re.fullmatch(r"(\d+)x(\d+)", options.screen)
+    if size is None:
+        raise ConfigError(f"--screen {options.screen!r}: write WIDTHxHEIGHT, for example 640x384")
+    plain = {
+        "provider": options.provider,
+        "num_desktops": options.slots,
+        "num_spares": options.spares,
+        "max_boots": options.max_boots,
+        "screen_wh_px": [int(size[1]), int(size[2])],
+    }
+    return validate(SandboxConfig, plain, "command line")

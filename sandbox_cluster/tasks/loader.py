@@ -1,0 +1,139 @@
+"""Task files to Tasks: OSWorld JSON and OS-Helix items, one a .json file, a list, or one a line of .jsonl.
+
+Everything that could not be run is an error now, with file and field.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from sandbox_cluster.judge.spec import parse
+from sandbox_cluster.tasks.steps import check_steps, resolve_files
+from slime_cua.core.errors import TaskError
+from slime_cua.core.types import Task
+
+_OSWORLD_ONLY = (
+    "snapshot",
+    "source",
+    "trajectory",
+    "proxy",
+    "fixed_ip",
+    "possibility_of_env_change",
+    "hint",
+    "env_may_change",
+)
+_HELIX_ONLY = (
+    "complexity",
+    "category",
+    "success_criteria",
+    "evaluation_requirements_text",
+    "need_rule_judge",
+    "need_vlm_judge",
+    "vlm_desc",
+)
+_KNOWN = {
+    "id",
+    "instruction",
+    "config",
+    "evaluator",
+    "family",
+    "split",
+    "is_infeasible",
+    "related_apps",
+    "metadata",
+    *_OSWORLD_ONLY,
+    *_HELIX_ONLY,
+}
+
+
+def load_tasks(paths: Iterable[Path | str], allowed_urls: Sequence[str] = ()) -> list[Task]:
+    """All tasks of files and folders (.json and .jsonl, sorted by path). Raises TaskError; ids must be unique."""
+    tasks: list[Task] = []
+    seen: dict[str, str] = {}
+    for path in paths:
+        for file in _files(Path(path)):
+            for task in load_file(file, allowed_urls):
+                if task.id in seen:
+                    raise TaskError(f"{file}: id {task.id!r} is also in {seen[task.id]}; ids must be unique")
+                seen[task.id] = str(file)
+                tasks.append(task)
+    return tasks
+
+
+def load_file(path: Path, allowed_urls: Sequence[str] = ()) -> list[Task]:
+    """The tasks of one file."""
+    try:
+        text = path.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise TaskError(f"task file {path} cannot be read: {error}") from None
+    if path.suffix == ".jsonl":
+        lines = [
+            (f"{path}:{number}", line) for number, line in enumerate(text.splitlines(), 1) if line.strip()
+        ]
+        return [make_task(_json(line, where), path.parent, where, allowed_urls) for where, line in lines]
+    body = _json(text, str(path))
+    if isinstance(body, list):
+        return [make_task(one, path.parent, f"{path}[{n}]", allowed_urls) for n, one in enumerate(body)]
+    return [make_task(body, path.parent, str(path), allowed_urls)]
+
+
+def make_task(body: Any, folder: Path, where: str, allowed_urls: Sequence[str] = ()) -> Task:
+    """A checked Task; local files of its steps are relative to `folder`. Raises TaskError naming `where` and the field."""
+    if not isinstance(body, dict):
+        raise TaskError(f"{where}: a task must be a JSON object, not {type(body).__name__}")
+    for name in ("id", "instruction", "evaluator"):
+        if not body.get(name):
+            raise TaskError(f"{where}: {name} is missing or empty")
+    unknown = sorted(set(body) - _KNOWN)
+    if unknown:
+        raise TaskError(f"{where}: unknown fields {', '.join(unknown)}")
+    try:
+        steps = body.get("config") or ()
+        check_steps(steps, "config", tuple(allowed_urls))
+        config = tuple(resolve_files(dict(step), folder, f"config[{n}]") for n, step in enumerate(steps))
+        evaluator = parse(body["evaluator"])
+        check_steps(evaluator.postconfig, "evaluator.postconfig", tuple(allowed_urls))
+        metadata = {name: body[name] for name in (*_OSWORLD_ONLY, *_HELIX_ONLY) if name in body}
+        return Task(
+            id=str(body["id"]),
+            instruction=body["instruction"],
+            config=config,
+            evaluator=body["evaluator"],
+            family=body.get("family") or body.get("snapshot") or "",
+            split=body.get("split", ""),
+            is_infeasible=evaluator.is_infeasible,
+            related_apps=tuple(_names(body.get("related_apps", ()))),
+            metadata={**metadata, **body.get("metadata", {})},
+        )
+    except TaskError as error:
+        raise TaskError(f"{where}: {error}") from None
+    except ValueError as error:
+        raise TaskError(f"{where}: {error}") from None
+
+
+def _names(apps: Any) -> list[str]:
+    """Names of related apps: texts, or OS-Helix' {"name": ...}."""
+    return [app["name"] if isinstance(app, dict) and "name" in app else str(app) for app in apps]
+
+
+def _json(text: str, where: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise TaskError(f"{where}: not valid JSON: {error}") from None
+
+
+def _files(path: Path) -> list[Path]:
+    if path.is_dir():
+        files = sorted(
+            file for file in path.rglob("*") if file.suffix in (".json", ".jsonl") and file.is_file()
+        )
+        if not files:
+            raise TaskError(f"{path} has no .json or .jsonl task file")
+        return files
+    if not path.exists():
+        raise TaskError(f"task path {path} does not exist")
+    return [path]
