@@ -41,7 +41,7 @@ def with_old_policy(
         start_logp_T=start_logp_T,
         version_logp_T=version_logp_T,
     )
-    changed = dataclasses.replace(inputs, old_logp_T=old.old_logp_T)
+    changed = dataclasses.replace(inputs, old_logp_T=old.old_logp_T, pi_old=config.pi_old)
     if old.correction_log_ratio_T is None and config.off_policy_max_gap is None:
         return changed
     steps, weight_S = step_map(changed, config)
@@ -57,4 +57,9 @@ def with_old_policy(
             )
         else:
             token_weight_T = truncated_token_weights(old.correction_log_ratio_T, config.correction_cap)
-    return dataclasses.replace(changed, sample_weight_S=weight_S, token_weight_T=token_weight_T)
+    return dataclasses.replace(
+        changed,
+        sample_weight_S=weight_S,
+        token_weight_T=token_weight_T,
+        is_off_policy_masked=config.off_policy_max_gap is not None,
+    )

@@ -38,6 +38,10 @@ class LossInputs:
     entropy_T: torch.Tensor | None = None
     token_weight_T: torch.Tensor | None = None
     """Importance correction a token (constant); token-level losses only. Segment-level ones go into sample_weight_S."""
+    pi_old: str = "engine"
+    """Whose log-probs old_logp_T are; with_old_policy sets it. A loss refuses inputs of another choice than its config's."""
+    is_off_policy_masked: bool = False
+    """off_policy_max_gap was applied to sample_weight_S."""
     cp_group: Group = None
 
 
@@ -53,6 +57,7 @@ def gspo(inputs: LossInputs, config: LossConfig) -> tuple[torch.Tensor, Stats]:
         raise ValueError(
             "gspo has one ratio a segment: put the correction into sample_weight_S, not token_weight_T"
         )
+    _check_applied(inputs, config)
     loss, stats = gspo_loss(
         inputs.logp_T,
         inputs.old_logp_T,
@@ -88,6 +93,7 @@ def grpo(inputs: LossInputs, config: LossConfig) -> tuple[torch.Tensor, Stats]:
     c_k = |a_k| / sum |a_k| for aggregate="token" (GRPO), 1/K for "step" (step-balanced), with alpha factors.
     Source: DeepSeekMath, arXiv:2402.03300 eq. 3.
     """
+    _check_applied(inputs, config)
     frame = _frame(inputs, config)
     value_T, stats = _clipped_tokens(frame, inputs, config)
     return 0.0 - frame.sample_mean(value_T), stats
@@ -98,6 +104,7 @@ def dapo(inputs: LossInputs, config: LossConfig) -> tuple[torch.Tensor, Stats]:
 
     aggregate="step" gives grpo's step-balanced mean. Source: DAPO, arXiv:2503.14476 eq. 8 (and its asymmetric clip).
     """
+    _check_applied(inputs, config)
     frame = _frame(inputs, config)
     value_T, stats = _clipped_tokens(frame, inputs, config)
     return 0.0 - frame.mean(value_T), stats
@@ -114,6 +121,7 @@ def cispo(inputs: LossInputs, config: LossConfig) -> tuple[torch.Tensor, Stats]:
         raise ValueError(
             "cispo does not use dual_clip; set loss.dual_clip to null or loss.name to gspo or grpo"
         )
+    _check_applied(inputs, config)
     frame = _frame(inputs, config)
     ratio_T = frame.delta_T.detach().exp()
     low, high = 1 - config.eps_low, 1 + config.eps_high
@@ -203,6 +211,18 @@ def _frame(inputs: LossInputs, config: LossConfig) -> _Frame:
     return _Frame(
         steps, logp_T, logp_T - old_T, keep(kept_T, advantage_T), weight_S, inputs, config.aggregate
     )
+
+
+def _check_applied(inputs: LossInputs, config: LossConfig) -> None:
+    """ValueError if the config asks for an old policy or a masking that the inputs do not have."""
+    if inputs.pi_old != config.pi_old:
+        raise ValueError(
+            f"loss.pi_old is {config.pi_old}, the inputs have {inputs.pi_old}: pass them through with_old_policy, or set loss.pi_old = {inputs.pi_old}"
+        )
+    if config.off_policy_max_gap is not None and not inputs.is_off_policy_masked:
+        raise ValueError(
+            "loss.off_policy_max_gap is set: pass the inputs through with_old_policy, or set it to null"
+        )
 
 
 def _kl(config: LossConfig) -> KlChoice:

@@ -68,6 +68,15 @@ def test_losses_refuse_inputs_they_would_ignore_and_name_inputs_they_miss():
         LOSSES["cispo"](inputs_of(), LossConfig(dual_clip=3.0))
 
 
+@pytest.mark.parametrize("name", ["gspo", "grpo", "dapo", "cispo"])
+@pytest.mark.parametrize(
+    "setting", [{"pi_old": "proximal"}, {"pi_old": "behaviour"}, {"off_policy_max_gap": 0.1}]
+)
+def test_an_old_policy_or_masking_that_was_not_applied_is_refused_not_ignored(name, setting):
+    with pytest.raises(ValueError, match="with_old_policy"):
+        LOSSES[name](inputs_of(), LossConfig(name=name, **setting))
+
+
 def test_at_ratio_one_all_policy_losses_are_minus_the_mean_advantage():
     for name in ("gspo", "grpo", "dapo"):
         loss, _ = LOSSES[name](inputs_of(), LossConfig(aggregate="token"))
@@ -127,7 +136,7 @@ def test_proximal_puts_the_truncated_correction_where_the_loss_reads_it(gap):
     assert loss.item() == pytest.approx(-expected) and stats["clipped"].item() == 0
     token = with_old_policy(inputs, LossConfig(name="dapo", pi_old="proximal"), start_logp_T=start)
     assert token.token_weight_T.tolist() == pytest.approx([expected] * 3)
-    loss, _ = LOSSES["dapo"](token, LossConfig(name="dapo", aggregate="token"))
+    loss, _ = LOSSES["dapo"](token, LossConfig(name="dapo", aggregate="token", pi_old="proximal"))
     assert loss.item() == pytest.approx(-expected)
 
 
