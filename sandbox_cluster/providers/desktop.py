@@ -59,13 +59,8 @@ class Desktop:
 
     async def execute(self, request: ExecuteRequest) -> ExecuteReply:
         """Run a code action in a fresh process; at most once an action id, as step()."""
-        interpreter, suffix = _INTERPRETERS[request.action.language]
-        command = Command(
-            argv=(interpreter,),
-            script=request.action.code.encode("utf-8", "surrogatepass"),
-            script_suffix=suffix,
-            timeout_s=request.timeout_s,
-            max_output_bytes=request.max_output_bytes,
+        command = _script(
+            request.action.language, request.action.code, request.timeout_s, request.max_output_bytes
         )
         digest = _digest(request.model_dump_json())
         return await self._once(request.action_id, digest, lambda: self._driver.run(command))
@@ -105,6 +100,14 @@ class Desktop:
                 max_output_bytes=max_output_bytes,
                 is_merged=is_merged,
             )
+        )
+
+    async def run_script(
+        self, language: str, code: str, timeout_s: float, cwd: str = HOME, is_merged: bool = False
+    ) -> ExecuteReply:
+        """Run a "python" or "bash" script in a fresh process. OSError for a cwd that does not work."""
+        return await self._driver.run(
+            replace(_script(language, code, timeout_s), cwd=cwd, is_merged=is_merged)
         )
 
     async def launch(self, command: str | Sequence[str], is_shell: bool = False) -> None:
@@ -149,6 +152,17 @@ class Desktop:
             digest, task = self._results[key]
             if task is not None and task.done():
                 self._results[key] = (digest, None)
+
+
+def _script(language: str, code: str, timeout_s: float, max_output_bytes: int = 1 << 20) -> Command:
+    interpreter, suffix = _INTERPRETERS[language]
+    return Command(
+        argv=(interpreter,),
+        script=code.encode("utf-8", "surrogatepass"),
+        script_suffix=suffix,
+        timeout_s=timeout_s,
+        max_output_bytes=max_output_bytes,
+    )
 
 
 def argv_of(command: str | Sequence[str], is_shell: bool) -> tuple[str, ...]:

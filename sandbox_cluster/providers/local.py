@@ -22,6 +22,7 @@ from pathlib import Path
 
 from sandbox_cluster.api import Settle
 from sandbox_cluster.guest import agent as agent_module
+from sandbox_cluster.guest.home import home_files
 from sandbox_cluster.guest.link import AgentLink
 from sandbox_cluster.providers import limits
 from sandbox_cluster.providers.bubblewrap import AGENT_PATH, DataFiles, arguments
@@ -71,6 +72,7 @@ class LocalProvider:
 
     async def check(self) -> None:
         await asyncio.to_thread(check_machine, self._config)
+        await asyncio.to_thread(home_files, self._config)
 
     async def boot(self, slot: int) -> Desktop:
         if self._slots.get(slot, None) is not None or slot in self._slots:
@@ -166,7 +168,7 @@ class LocalProvider:
                 self._clean(sandbox)
                 raise
             return sandbox
-        except OSError as error:
+        except (OSError, PreflightError) as error:
             limits.remove_groups(groups)
             raise SandboxError(f"desktop {slot} could not be started: {error}") from error
         finally:
@@ -195,15 +197,17 @@ class LocalProvider:
 
 
 def _slot_user(uid: int) -> int:
-    """`uid`, when no account of this machine has it. PreflightError otherwise."""
+    """`uid`, when no account of this machine has it. SandboxError otherwise."""
     with contextlib.suppress(KeyError):
         name = pwd.getpwuid(uid).pw_name
-        raise PreflightError(f"host user {uid} is {name}'s; set first_uid to a range that nobody has")
+        raise SandboxError(f"host user {uid} is {name}'s; set first_uid to a range that nobody has")
     return uid
 
 
 def _bwrap() -> str:
     path = shutil.which("bwrap")
     if path is None:
-        raise PreflightError("bubblewrap is missing: apt-get install -y --no-install-recommends bubblewrap")
+        raise SandboxError(
+            "bubblewrap is missing; as root: apt-get install -y --no-install-recommends bubblewrap"
+        )
     return path

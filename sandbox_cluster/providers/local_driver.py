@@ -156,7 +156,8 @@ class LocalDriver:
 
     def _has_window_manager(self) -> bool:
         x = self._parts_needed()[0] if self._player else None
-        return x is not None and bool(x.property_words(x.root, "_NET_SUPPORTING_WM_CHECK"))
+        # openbox sets _NET_SUPPORTING_WM_CHECK early: a window mapped right then is now and then never shown
+        return x is not None and bool(x.property_words(x.root, "_NET_SHOWING_DESKTOP"))
 
 
 def _parts(events: Sequence[InputEvent]) -> list[Pause | list[InputEvent]]:
