@@ -76,7 +76,7 @@ class Result:
     low: float
     high: float
     chance: float
-    """Pointing: one of the things shown, taken at random. Else: the commonest answer of the test."""
+    """Pointing: one of the things shown, taken at random (of a single thing: any place). Else: the commonest answer."""
     blank: float | None
     """Rate with the image blanked; None if not measured."""
 
@@ -121,9 +121,18 @@ def is_right(question: Question, answer: str) -> bool:
 def chance_of(asked: Sequence[Asked]) -> float:
     """Rate of a policy that cannot tell the things shown apart (pointing), or always gives the commonest answer."""
     if asked and asked[0].question.kind in POINT_KINDS:
-        return float(np.mean([1 / max(len(one.screen.items), 1) for one in asked]))
+        return float(np.mean([_random_hit(one) for one in asked]))
     answers = Counter(one.question.answer for one in asked)
     return max(answers.values()) / max(len(asked), 1)
+
+
+def _random_hit(one: Asked) -> float:
+    """Chance of one of the things shown; of any place on the screen where what is asked for is no thing or the only one."""
+    items = one.screen.items
+    if len(items) > 1 and any(item.box == one.question.box for item in items):
+        return 1 / len(items)
+    x0, y0, x1, y1 = one.question.box or (0, 0, 0, 0)
+    return (x1 - x0) * (y1 - y0) / (SCREEN_WH_PX[0] * SCREEN_WH_PX[1])
 
 
 class Answerer:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,6 @@ from slime_cua.synthesis.screen_batches import HeldOut, pin, to_device
 from slime_cua.trainer import runtime
 from slime_cua.trainer.batch import Microbatch
 from slime_cua.trainer.images import PatchConfig
-from slime_cua.trainer.losses import LossInput, sft
 from slime_cua.trainer.rank import TrainerRank
 
 WATCHED = {
@@ -71,6 +71,7 @@ class Training:
         self._logp_sum = torch.zeros(len(KIND_NAMES), device=self.device)
         self._count = torch.zeros(len(KIND_NAMES), device=self.device)
         self._grad_norm = 0.0
+        self._waited_s = 0.0
 
     def run(self) -> None:
         """Train until the time is over, then export run_dir/final."""
@@ -95,7 +96,7 @@ class Training:
             self.step += 1
             elapsed = self._clock(started)
             if elapsed - printed >= config.print_every_s:
-                self._report(elapsed, (self.step - printed_step) / (elapsed - printed), rate)
+                self._report(elapsed, elapsed - printed, self.step - printed_step, rate)
                 printed, printed_step = elapsed, self.step
             if elapsed - checked >= config.check_every_s:
                 self._check(elapsed)
@@ -118,13 +119,15 @@ class Training:
 
     def _next(self) -> tuple[Microbatch, torch.Tensor, Any]:
         """The next batch on the device, and the event after its copies; None on CPU."""
+        asked = time.monotonic()
         _, batch = self.feed.take()
+        self._waited_s += time.monotonic() - asked
         if not self._is_gpu:
             return *to_device(batch, self.patches, self.device), None
         with torch.cuda.stream(self._copies):
             microbatch, kind_R = to_device(batch, self.patches, self.device)
             event = self._copies.record_event()
-        for tensor in (*vars(microbatch).values(), kind_R):
+        for tensor in (*(getattr(microbatch, f.name) for f in fields(microbatch)), kind_R):
             if isinstance(tensor, torch.Tensor):
                 tensor.record_stream(torch.cuda.current_stream())
         return microbatch, kind_R, event
@@ -137,8 +140,7 @@ class Training:
         with megatron_patches.cpu_scope():
             trainer.optimizer.zero_grad()
             logp_R, _ = trainer.model.logprobs(batch, 1.0)
-            loss, _ = sft(LossInput(logp_R, None, batch, 1.0, num_tokens))
-            loss.backward()
+            (-logp_R.sum() / num_tokens).backward()
             trainer.optimizer.reduce_gradients()
             self._logp_sum.index_add_(0, kind_R, logp_R.detach())
             self._count.index_add_(0, kind_R, torch.ones_like(logp_R))
@@ -152,8 +154,8 @@ class Training:
         torch.distributed.broadcast(shared, 0)
         return float(shared.item())
 
-    def _report(self, elapsed: float, steps_per_s: float, rate: float) -> None:
-        """Print and keep loss by kind since the last report."""
+    def _report(self, elapsed: float, span_s: float, num_steps: int, rate: float) -> None:
+        """Print and keep speed and loss by kind of the last `span_s`, and the share of it spent waiting for screens."""
         count = self._count.cpu().numpy().copy()
         losses = -self._logp_sum.cpu().numpy() / np.maximum(count, 1)
         self._logp_sum.zero_()
@@ -162,13 +164,23 @@ class Training:
         by_kind = {
             name: round(float(x), 3) for name, x, n in zip(KIND_NAMES, losses, count, strict=True) if n
         }
-        speed = steps_per_s * self.config.batch_screens
+        speed, waiting = num_steps * self.config.batch_screens / span_s, self._waited_s / span_s
+        self._waited_s = 0.0
         self._say(
-            f"{elapsed:5.0f} s  step {self.step}  {speed:.0f} screens/s  lr {rate:.1e}  norm {self._grad_norm:.2f}"
+            f"{elapsed:5.0f} s  step {self.step}  {speed:.0f} screens/s  waiting {waiting:.0%}  lr {rate:.1e}  norm {self._grad_norm:.2f}"
             f"  loss {mean:.3f}  "
             + " ".join(f"{name.removeprefix('point_')} {x:.2f}" for name, x in by_kind.items())
         )
-        self._keep({"elapsed_s": elapsed, "screens_per_s": speed, "loss": mean, "lr": rate, **by_kind})
+        self._keep(
+            {
+                "elapsed_s": elapsed,
+                "screens_per_s": speed,
+                "waiting": waiting,
+                "loss": mean,
+                "lr": rate,
+                **by_kind,
+            }
+        )
 
     def _check(self, elapsed: float) -> None:
         """Print and keep held-out hit rates."""

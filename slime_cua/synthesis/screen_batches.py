@@ -63,10 +63,9 @@ def _microbatch(
     pixels: torch.Tensor,
     config: PatchConfig,
 ) -> Microbatch:
-    """Sequences of equal length, each image once; what only reinforcement learning reads is zero."""
+    """Sequences of equal length, images in their order."""
     device = token_ids_T.device
     rows, columns = config.grid_hw(*SCREEN_WH_PX)
-    zeros_R = torch.zeros_like(row_R)
     return Microbatch(
         token_ids_T=token_ids_T,
         positions_3T=positions_3T,
@@ -74,13 +73,6 @@ def _microbatch(
         max_seqlen=length,
         row_R=row_R,
         target_R=target_R,
-        old_logp_R=torch.zeros(len(row_R), device=device),
-        segment_R=zeros_R,
-        step_R=zeros_R,
-        advantage_S=torch.zeros(num_sequences, device=device),
-        sample_weight_S=torch.ones(num_sequences, device=device),
-        step_type_K=torch.zeros(1, dtype=torch.int64, device=device),
-        num_tokens=num_sequences * length,
         patches=patchify(pixels, config),
         grid_I3=torch.tensor([[1, rows, columns]], device=device).expand(len(pixels), 3).contiguous(),
     )
