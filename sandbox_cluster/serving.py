@@ -15,7 +15,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -176,15 +176,6 @@ async def serve(
     `ready_fd` gets {"port": N} and a line break once requests are answered and `ready` has returned. `on_stop` runs before connections close;
     a second signal, or end of stdin, cuts it short. If all of it takes longer than `stop_grace_s` after end of stdin, the process exits.
     """
-    config = uvicorn.Config(
-        app,
-        log_config=None,
-        access_log=False,
-        timeout_graceful_shutdown=2,
-        timeout_keep_alive=75,
-        lifespan="on",
-    )
-    server = _Server(config)
     loop = asyncio.get_running_loop()
     stopping, cut_short = asyncio.Event(), asyncio.Event()
 
@@ -197,19 +188,33 @@ async def serve(
         loop.add_signal_handler(number, stop)
     if is_tied_to_stdin:
         _watch_stdin(loop, lambda: stop(is_cut=True), stop_grace_s)
-    serving = asyncio.create_task(server.serve([sock]))
-    try:
-        await _until_started(server, serving)
+    async with running(app, sock) as serving:
         if ready is not None and ready_fd is not None:
             await _first(ready(), stopping.wait())
         if ready_fd is not None:
             os.write(ready_fd, json.dumps({"port": sock.getsockname()[1]}).encode() + b"\n")
             os.close(ready_fd)
-        waiting = asyncio.create_task(stopping.wait())
-        await asyncio.wait({waiting, serving}, return_when=asyncio.FIRST_COMPLETED)
-        waiting.cancel()
+        await _first(stopping.wait(), asyncio.shield(serving))
         if on_stop and not cut_short.is_set():
             await _first(on_stop(), cut_short.wait())
+
+
+@contextlib.asynccontextmanager
+async def running(app: FastAPI, sock: socket.socket) -> AsyncIterator[asyncio.Task[None]]:
+    """`app` answers on `sock` inside the block. Gives the server's task, which ends early only if the server fails."""
+    config = uvicorn.Config(
+        app,
+        log_config=None,
+        access_log=False,
+        timeout_graceful_shutdown=2,
+        timeout_keep_alive=75,
+        lifespan="on",
+    )
+    server = _Server(config)
+    serving = asyncio.create_task(server.serve([sock]))
+    try:
+        await _until_started(server, serving)
+        yield serving
     finally:
         server.should_exit = True
         await serving

@@ -127,11 +127,11 @@ class Broker:
             ticket = Ticket(next(self._numbers), principal, request, time.monotonic())
             self._tickets[slot] = ticket
         ticket.num_waiting += 1
-        leaving = asyncio.ensure_future(gone())
+        leaving: asyncio.Future[None] = asyncio.ensure_future(gone())
         try:
             self.pump()
             await asyncio.wait(
-                {ticket.done, leaving}, timeout=request.deadline_s, return_when=asyncio.FIRST_COMPLETED
+                _both(ticket.done, leaving), timeout=request.deadline_s, return_when=asyncio.FIRST_COMPLETED
             )
             if ticket.done.done():
                 return ticket.done.result()
@@ -435,3 +435,7 @@ class Broker:
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+
+def _both(*futures: asyncio.Future[Any]) -> set[asyncio.Future[Any]]:
+    return set(futures)

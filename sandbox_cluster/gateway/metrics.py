@@ -16,24 +16,26 @@ _SECONDS = (0.01, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 class GatewayMetrics:
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
-        new = {"registry": self.registry}
-        self.num_waiting = Gauge("sandbox_acquires_waiting", "Clients waiting for a desktop", **new)
+        registry = self.registry
+        self.num_waiting = Gauge(
+            "sandbox_acquires_waiting", "Clients waiting for a desktop", registry=registry
+        )
         self.acquire_seconds = Histogram(
-            "sandbox_acquire_seconds", "From asking to holding a desktop", buckets=_SECONDS, **new
+            "sandbox_acquire_seconds", "From asking to holding a desktop", buckets=_SECONDS, registry=registry
         )
         self.call_seconds = Histogram(
             "sandbox_call_seconds",
             "Calls on a lease, host included",
             ["call", "outcome"],
             buckets=_SECONDS,
-            **new,
+            registry=registry,
         )
         self.ended = Counter(
-            "sandbox_leases_ended", "Leases ended by first word of the reason", ["reason"], **new
+            "sandbox_leases_ended", "Leases ended by first word of the reason", ["reason"], registry=registry
         )
-        self.leases = Gauge("sandbox_leases", "Leases by state", ["state"], **new)
-        self.hosts = Gauge("sandbox_hosts", "Hosts by state", ["state"], **new)
-        self.ready = Gauge("sandbox_desktops_ready", "Warm desktops over all hosts", **new)
+        self.leases = Gauge("sandbox_leases", "Leases by state", ["state"], registry=registry)
+        self.hosts = Gauge("sandbox_hosts", "Hosts by state", ["state"], registry=registry)
+        self.ready = Gauge("sandbox_desktops_ready", "Warm desktops over all hosts", registry=registry)
 
     def observe(self, hosts: Hosts, leases: dict[str, LeaseRecord]) -> None:
         """Set the gauges from the tables."""

@@ -67,8 +67,8 @@ class PassThrough:
         for key, call in list(self._calls.items()):
             if call.broken_mono is not None and call.task.done() and call.broken_mono < edge:
                 del self._calls[key]
-        call = self._calls.get((lease.lease_id, digest))
-        return call if call is not None and call.broken_mono is not None else None
+        known = self._calls.get((lease.lease_id, digest))
+        return known if known is not None and known.broken_mono is not None else None
 
     async def _deliver(self, request: Request, call: _Call, key: tuple[str, str]) -> Response:
         leaving = asyncio.ensure_future(wait_disconnect(request))

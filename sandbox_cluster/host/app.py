@@ -7,6 +7,7 @@ from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.responses import Response
+from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from sandbox_cluster import api
@@ -15,6 +16,8 @@ from sandbox_cluster.errors import ApiError, to_api
 from sandbox_cluster.host.bindings import Bindings
 from sandbox_cluster.host.work import Work
 from sandbox_cluster.serving import Tokens, error_response, install_errors
+
+_SCOPE = ("type", "asgi", "http_version", "method", "scheme", "query_string", "headers", "client", "server")
 
 
 def create_app(bindings: Bindings, work: Work, tokens: Tokens) -> FastAPI:
@@ -41,9 +44,8 @@ def create_app(bindings: Bindings, work: Work, tokens: Tokens) -> FastAPI:
 
     _action_routes(app, bindings, tokens)
     _work_routes(app, bindings, work, tokens)
-    app.add_route(
-        "/v1/leases/{lease_id}/server/{path:path}", _PassThrough(bindings, work, tokens), methods=None
-    )
+    relay = _PassThrough(bindings, work, tokens)
+    app.router.routes.append(Route("/v1/leases/{lease_id}/server/{path:path}", relay))
     return app
 
 
@@ -117,4 +119,5 @@ class _PassThrough:
             await error_response(to_api(error))(scope, receive, send)
             return
         path = "/" + scope["path_params"]["path"]
-        await inner({**scope, "path": path, "raw_path": path.encode(), "root_path": ""}, receive, send)
+        plain = {name: scope[name] for name in _SCOPE if name in scope}
+        await inner({**plain, "path": path, "raw_path": path.encode(), "root_path": ""}, receive, send)

@@ -10,7 +10,12 @@ import os
 import re
 import secrets
 import socket
+from collections.abc import Coroutine
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+from fastapi import FastAPI
 
 from sandbox_cluster.api import HostRegistration
 from sandbox_cluster.host.agent import Agent
@@ -20,10 +25,63 @@ from sandbox_cluster.host.pool import Pool
 from sandbox_cluster.host.work import Work
 from sandbox_cluster.judge.jail import Jail
 from sandbox_cluster.providers import make_provider
+from sandbox_cluster.providers.base import SandboxProvider
 from sandbox_cluster.serving import Tokens, bind, event, parse_tokens, serve
 from slime_cua.config.base import validate
 from slime_cua.config.sandbox import SandboxConfig
 from slime_cua.core.errors import ConfigError
+
+
+@dataclass
+class Host:
+    """The parts of one host agent. `async with` starts the pool; the end ends all desktops and tells the gateway."""
+
+    pool: Pool
+    bindings: Bindings
+    agent: Agent
+    app: FastAPI
+
+    async def __aenter__(self) -> Host:
+        self.pool.start()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.agent.close()
+        await self.pool.close()
+
+
+def assemble(
+    config: SandboxConfig,
+    provider: SandboxProvider,
+    jail: Jail,
+    *,
+    gateway_url: str,
+    host_token: str,
+    host_id: str,
+    url: str,
+    disk: Path,
+    tags: tuple[str, ...] = (),
+    allowed_urls: tuple[str, ...] = (),
+) -> Host:
+    """A host agent that the gateway reaches at `url`."""
+    call_token = secrets.token_urlsafe(24)
+    registration = HostRegistration(
+        host_id=host_id,
+        epoch=secrets.token_hex(8),
+        url=url,
+        call_token=call_token,
+        provider=config.provider,
+        os="ubuntu",
+        screen_wh_px=config.screen_wh_px,
+        tags=tags,
+        num_slots=config.num_desktops,
+    )
+    pool = Pool(provider, config.num_desktops, config.num_spares, disk=disk)
+    bindings = Bindings(pool)
+    agent = Agent(gateway_url, host_token, registration, pool, bindings)
+    pool.on_change = bindings.on_change = agent.news.set
+    app = create_app(bindings, Work(jail, allowed_urls), Tokens({"gateway": call_token}))
+    return Host(pool, bindings, agent, app)
 
 
 async def run(options: argparse.Namespace, host_tokens: str) -> None:
@@ -39,53 +97,37 @@ async def run(options: argparse.Namespace, host_tokens: str) -> None:
     await provider.check()
     num_reaped = await provider.reap()
     event("host_starts", host=host_id, provider=config.provider, num_reaped=num_reaped)
-    sock = bind(options.listen, options.port)
-    url = options.advertise or f"http://{options.listen}:{sock.getsockname()[1]}"
-    call_token = secrets.token_urlsafe(24)
-    pool = Pool(provider, config.num_desktops, config.num_spares, disk=state)
-    bindings = Bindings(pool)
-    agent = Agent(
-        options.gateway,
-        token,
-        HostRegistration(
+    with bind(options.listen, options.port) as sock:
+        host = assemble(
+            config,
+            provider,
+            jail,
+            gateway_url=options.gateway,
+            host_token=token,
             host_id=host_id,
-            epoch=secrets.token_hex(8),
-            url=url,
-            call_token=call_token,
-            provider=config.provider,
-            os="ubuntu",
-            screen_wh_px=config.screen_wh_px,
+            url=options.advertise or f"http://{options.listen}:{sock.getsockname()[1]}",
+            disk=state,
             tags=tuple(filter(None, options.tags.split(","))),
-            num_slots=config.num_desktops,
-        ),
-        pool,
-        bindings,
-    )
-    pool.on_change = bindings.on_change = agent.news.set
-    app = create_app(bindings, Work(jail, tuple(options.allow_url)), Tokens({"gateway": call_token}))
-    try:
-        pool.start()
-        await _together(
-            agent.run(),
-            serve(
-                app,
-                sock,
-                ready_fd=options.ready_fd,
-                is_tied_to_stdin=options.tied_to_stdin,
-                ready=agent.registered.wait,
-                on_stop=lambda: agent.drain(options.drain_timeout_s),
-            ),
+            allowed_urls=tuple(options.allow_url),
         )
-    finally:
-        await agent.close()
-        sock.close()
-        await pool.close()
-        event("host_stopped", host=host_id)
+        async with host:
+            await _together(
+                host.agent.run(),
+                serve(
+                    host.app,
+                    sock,
+                    ready_fd=options.ready_fd,
+                    is_tied_to_stdin=options.tied_to_stdin,
+                    ready=host.agent.registered.wait,
+                    on_stop=lambda: host.agent.drain(options.drain_timeout_s),
+                ),
+            )
+    event("host_stopped", host=host_id)
 
 
-async def _together(talk: object, service: object) -> None:
+async def _together(talk: Coroutine[Any, Any, None], service: Coroutine[Any, Any, None]) -> None:
     """Both run; the end or failure of either ends the other."""
-    tasks = [asyncio.ensure_future(talk), asyncio.ensure_future(service)]  # type: ignore[arg-type]
+    tasks = [asyncio.ensure_future(talk), asyncio.ensure_future(service)]
     try:
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         for task in done:
