@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import threading
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
 
 from sandbox_cluster.api import ExecuteReply, Settle
 from sandbox_cluster.guest.events import InputEvent, Pause
@@ -17,19 +21,45 @@ from sandbox_cluster.providers.base import DEFAULT_FILE_BYTES, Capture, Command
 from slime_cua.config.sandbox import DesktopConfig
 from slime_cua.core.errors import SandboxError
 
+R = TypeVar("R")
 ANSWER_TIMEOUT_S = 20.0
 """For a file or a process start; programs get their own time-out on top."""
 MIN_POLL_S = 0.01
 WM_POLL_S = 0.01
 
 
+class Workers:
+    """Threads of a provider. Waits for X servers must not hold back encoding, nor more encoders run than there are cores."""
+
+    def __init__(self, num_waiting: int = 64) -> None:
+        self._waiting = ThreadPoolExecutor(num_waiting, thread_name_prefix="desktop-x")
+        self._encoding = ThreadPoolExecutor(os.cpu_count() or 1, thread_name_prefix="desktop-png")
+
+    async def wait_for(self, work: Callable[..., R], *arguments: Any) -> R:
+        """`work(*arguments)`, which mostly waits."""
+        return await asyncio.get_running_loop().run_in_executor(self._waiting, work, *arguments)
+
+    async def encode(self, work: Callable[..., R], *arguments: Any) -> R:
+        """`work(*arguments)`, which mostly computes."""
+        return await asyncio.get_running_loop().run_in_executor(self._encoding, work, *arguments)
+
+    def close(self) -> None:
+        self._waiting.shutdown(wait=False)
+        self._encoding.shutdown(wait=False)
+
+
 class LocalDriver:
     """One running local desktop. `end` is the provider's way to take the sandbox down."""
 
-    def __init__(self, config: DesktopConfig, link: AgentLink, end: Callable[[], Awaitable[None]]) -> None:
+    def __init__(
+        self, config: DesktopConfig, link: AgentLink, workers: Workers, end: Callable[[], Awaitable[None]]
+    ) -> None:
         self._config = config
         self._link = link
+        self._workers = workers
         self._end = end
+        self._x_lock = threading.Lock()
+        """A caller that went away leaves its thread at work: the next one waits for it."""
         self._x: XConnection | None = None
         self._player: Player | None = None
         self._screen: Framebuffer | None = None
@@ -52,7 +82,7 @@ class LocalDriver:
         unpacked.close()
         argv = ["openbox", "--sm-disable", "--config-file", WM_CONFIG]
         await self.run(Command(tuple(argv), cwd="/", is_detached=True))
-        while not await asyncio.to_thread(self._has_window_manager):  # noqa: ASYNC110 -- nothing tells us
+        while not await self._workers.wait_for(self._has_window_manager):  # noqa: ASYNC110 -- nothing tells us
             await asyncio.sleep(WM_POLL_S)
 
     async def _start_x(self) -> None:
@@ -61,8 +91,8 @@ class LocalDriver:
         ) as answer:
             connection = socket_of(answer.take())
             self._screen = Framebuffer(answer.take(), self.screen_wh_px)
-        self._x = await asyncio.to_thread(XConnection, connection)
-        self._player = await asyncio.to_thread(self._dress)
+        self._x = await self._workers.wait_for(XConnection, connection)
+        self._player = await self._workers.wait_for(self._dress)
 
     async def act(self, events: Sequence[InputEvent], settle: Settle) -> Capture:
         try:
@@ -70,10 +100,10 @@ class LocalDriver:
                 if isinstance(part, Pause):
                     await asyncio.sleep(part.seconds)
                 else:
-                    await asyncio.to_thread(self._parts_needed()[1].play, part)
+                    await self._workers.wait_for(self._play, part)
             is_settled = await self._settle(settle)
             screen = self._parts_needed()[2]
-            png = await asyncio.to_thread(screen.last_png)
+            png = await self._workers.encode(screen.last_png)
         except OSError as error:
             raise SandboxError(f"the desktop's screen is gone: {error}") from error
         return Capture(png, *self.screen_wh_px, time_s=time.time(), is_settled=is_settled)
@@ -110,7 +140,7 @@ class LocalDriver:
     async def get_file(self, path: str, max_bytes: int = DEFAULT_FILE_BYTES) -> bytes:
         with await self._link.ask("get", {"path": path, "max": max_bytes}, ANSWER_TIMEOUT_S) as answer:
             file = answer.files[0] if answer.files else answer.take()
-            return await asyncio.to_thread(read_memory_file, file, max_bytes)
+            return await self._workers.encode(read_memory_file, file, max_bytes)
 
     async def kill(self) -> None:
         self._link.close()
@@ -126,10 +156,8 @@ class LocalDriver:
 
     async def _settle(self, settle: Settle) -> bool:
         """Read the screen until it stayed equal for quiet_ms (true) or max_ms are over (false)."""
-        x, _, screen = self._parts_needed()
-        await asyncio.to_thread(x.sync)
         started = changed = time.monotonic()
-        checksum = await asyncio.to_thread(screen.read)
+        checksum = await self._workers.wait_for(self._look)
         quiet_s, max_s = settle.quiet_ms / 1000, settle.max_ms / 1000
         while max_s > 0:
             now = time.monotonic()
@@ -139,10 +167,22 @@ class LocalDriver:
                 return False
             await asyncio.sleep(max(MIN_POLL_S, min(quiet_s / 2, started + max_s - now)))
             read_s = time.monotonic()
-            previous, checksum = checksum, await asyncio.to_thread(screen.read)
+            previous, checksum = checksum, await self._workers.wait_for(self._look)
             if checksum != previous:
                 changed = read_s
         return False
+
+    def _look(self) -> int:
+        """Checksum of the screen with everything drawn that the X server was asked for so far."""
+        x, _, screen = self._parts_needed()
+        with self._x_lock:
+            x.sync()
+        return screen.read()
+
+    def _play(self, events: list[InputEvent]) -> None:
+        player = self._parts_needed()[1]
+        with self._x_lock:
+            player.play(events)
 
     def _dress(self) -> Player:
         x = self._x

@@ -16,6 +16,7 @@ import sys
 import time
 
 START_TIMEOUT_S = 20.0
+REMAP_S = 2.0
 POLL_MS = 150
 INK = "#202020"
 FONT = ("DejaVu Sans", -22, "bold")
@@ -195,15 +196,22 @@ class View:
 
     def settle(self, surface):
         """Wait until the window is visible and has not moved for a few rounds."""
-        deadline, quiet, last = time.monotonic() + START_TIMEOUT_S, 0, None
+        start = remapped = time.monotonic()
+        quiet, last = 0, None
         while quiet < 3:
-            if time.monotonic() > deadline:
-                raise RuntimeError("no window appeared: is a window manager running?")
             self.root.update()
             canvas = surface.canvas
             now = (canvas.winfo_viewable(), canvas.winfo_rootx(), canvas.winfo_rooty(), canvas.winfo_width())
             quiet = quiet + 1 if now == last and now[0] else 0
             last = now
+            if time.monotonic() - start > START_TIMEOUT_S:
+                raise RuntimeError(
+                    f"no window after {START_TIMEOUT_S:.0f} s ({now}): is a window manager running?"
+                )
+            if not now[0] and time.monotonic() - remapped > REMAP_S:
+                surface.window.withdraw()  # a window manager that just starts may miss a window
+                surface.window.deiconify()
+                remapped = time.monotonic()
             time.sleep(0.008)
 
     def show(self):
