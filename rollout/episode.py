@@ -15,9 +15,10 @@ from dataclasses import dataclass, field
 
 from rollout.actions import error_text, parse
 from rollout.context import ContextPolicy
-from rollout.ports import DesktopPort, PolicyPort, Sampled, Shot
+from rollout.ports import DesktopPort, PolicyPort, Sampled
 from rollout.renderer import EpisodeRenderer, Renderer
 from sandbox_cluster.api import ExecuteReply
+from sandbox_cluster.client import Shot
 from slime_cua.config.rollout import RolloutConfig
 from slime_cua.core.actions import Action, CodeAction, GuiAction, TerminateAction
 from slime_cua.core.errors import ActionParseError, InfrastructureError

@@ -8,17 +8,15 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from rollout.engines.client import EngineClient
 from rollout.episode import EpisodeRunner
-from rollout.ports import DesktopPort, PolicyPort, Sampled
-from slime_cua.config.rollout import SamplingConfig
+from rollout.ports import DesktopPort, PolicyPort
 from slime_cua.core.errors import InfrastructureError
-from slime_cua.core.types import Episode, ImageRef, Task
+from slime_cua.core.types import Episode, Task
 
 OnVersion = Callable[[int], None]
 
@@ -27,33 +25,6 @@ class Desktops(Protocol):
     """Where desktops come from."""
 
     def lease(self, task: Task, episode_id: str) -> AbstractAsyncContextManager[DesktopPort]: ...
-
-
-@dataclass
-class EnginePolicy:
-    """The fleet as a policy: sticky by session, sampling settings of the run."""
-
-    client: EngineClient
-    sampling: SamplingConfig
-
-    async def generate(
-        self, prompt_ids: Sequence[int], images: Sequence[tuple[ImageRef, bytes]], *, session: str
-    ) -> Sampled:
-        answer = await self.client.generate(
-            prompt_ids,
-            [png for _, png in images],
-            self.sampling,
-            session=session,
-            refs=[ref for ref, _ in images],
-        )
-        return Sampled(
-            answer.ids,
-            answer.logp,
-            answer.versions,
-            answer.finish_reason,
-            answer.prompt_tokens,
-            answer.cached_tokens,
-        )
 
 
 @dataclass

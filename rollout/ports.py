@@ -9,24 +9,15 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from sandbox_cluster.api import EvaluateReply, ExecuteReply
+from sandbox_cluster.client import Shot
 from slime_cua.core.actions import CodeAction, GuiAction
 from slime_cua.core.types import ImageRef, Task
-
-
-@dataclass(frozen=True)
-class Shot:
-    """A decoded and checked screenshot."""
-
-    png: bytes
-    width_px: int
-    height_px: int
-    time_s: float
 
 
 class DesktopPort(Protocol):
     """A leased desktop. Every method raises SandboxError (or its kin) on infrastructure failure."""
 
-    async def setup(self, task: Task) -> None: ...
+    async def setup(self, task: Task) -> object: ...
     async def screenshot(self) -> Shot: ...
     async def step(self, actions: Sequence[GuiAction], action_id: str) -> Shot: ...
     async def execute(self, action: CodeAction, action_id: str) -> ExecuteReply: ...

@@ -43,8 +43,6 @@ class ActionSpaceConfig(ConfigModel):
     actions: tuple[Literal["gui", "code", "mcp", "skill"], ...] = ("gui", "code")
     os: Literal["ubuntu", "windows"] = "ubuntu"
     family: Literal["qwen_json", "qwen_xml"] = "qwen_json"
-    prompt: Literal["full", "short"] = "full"
-    """`short`: a few tokens, for policies too small for the whole tool description."""
 
 
 class RendererConfig(ConfigModel):

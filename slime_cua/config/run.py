@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from pydantic import Field
 
 from slime_cua.config.algo import AdvantageConfig, FrontierConfig, LossConfig
@@ -33,6 +35,8 @@ class SftConfig(ConfigModel):
     num_episodes: int = Field(0, ge=0)
     """Demonstrations to collect with the scripted teacher; 0 skips the cold start."""
     num_epochs: int = Field(1, ge=1)
+    minutes: float = Field(0.0, ge=0)
+    """Train for this long instead of num_epochs; 0: num_epochs."""
     batch_size: int = Field(16, ge=1)
     """Segments an optimiser step."""
     min_rule_score: float = 0.8
@@ -42,9 +46,15 @@ class SftConfig(ConfigModel):
 
 class EvalConfig(ConfigModel):
     num_tasks: int = Field(0, ge=0)
-    """0: all held-out tasks."""
+    """0: all held-out tasks. Fewer: the same number of each family."""
+    num_attempts: int = Field(1, ge=1)
+    """Episodes a task."""
     temperature: float = Field(0.5, gt=0)
     num_bootstrap: int = Field(10000, ge=100)
+    arms: tuple[Literal["base", "sft", "rl"], ...] = ("base", "sft", "rl")
+    """What is scored on held-out tasks: the model given, after the cold start, after RL."""
+    is_image_blank: bool = False
+    """Score with every screenshot replaced by a grey one: what is left does not come from the screen."""
 
 
 class LogConfig(ConfigModel):

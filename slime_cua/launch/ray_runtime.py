@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from slime_cua.core.errors import PreflightError
 
@@ -44,12 +46,12 @@ def ray_runtime(*, num_gpus_needed: int, log_dir: Path) -> Iterator[None]:
         "TOKENIZERS_PARALLELISM": "false",
     }
     address = os.environ.get("RAY_ADDRESS")
-    local: dict[str, object] = {} if address else {"num_cpus": 64, "object_store_memory": OBJECT_STORE_BYTES}
+    local: dict[str, Any] = {} if address else {"num_cpus": 64, "object_store_memory": OBJECT_STORE_BYTES}
     ray.init(
         address=address,
         include_dashboard=False,
         log_to_driver=False,
-        logging_level="ERROR",
+        logging_level=logging.ERROR,
         runtime_env={"env_vars": variables},
         **local,
     )
@@ -60,7 +62,7 @@ def ray_runtime(*, num_gpus_needed: int, log_dir: Path) -> Iterator[None]:
                 f"the run needs {num_gpus_needed} GPUs and the Ray cluster has {have}: add nodes, or lower "
                 f"trainer.parallel and rollout.engine.num_engines"
             )
-        (log_dir / "ray_session").write_text(str(ray._private.worker._global_node.get_session_dir_path()))
+        (log_dir / "ray_job").write_text(ray.get_runtime_context().get_job_id())
         yield
     finally:
         ray.shutdown()

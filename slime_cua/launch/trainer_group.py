@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import socket
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from slime_cua.config.trainer import TrainerConfig
-from slime_cua.core.errors import InfrastructureError, SlimeCuaError
+from slime_cua.core.errors import EngineError, InfrastructureError, SlimeCuaError
+
+if TYPE_CHECKING:
+    from slime_cua.trainer.publisher import PublishReport
 
 
 class TrainerActor:
@@ -22,6 +26,8 @@ class TrainerActor:
         self._config = TrainerConfig.model_validate(config)
         self._rank = rank
         self._trainer: Any = None
+        self._publisher: Any = None
+        self._address = "127.0.0.1"
 
     def address(self) -> tuple[str, int]:
         """(host, free port) of this rank, for the rendezvous."""
@@ -32,14 +38,38 @@ class TrainerActor:
             return ray.util.get_node_ip_address(), probe.getsockname()[1]
 
     def initialise(self, world_size: int, address: tuple[str, int]) -> None:
+        self._address = address[0]
         from slime_cua.trainer.rank import TrainerRank
 
         self._trainer = TrainerRank(
-            self._config, rank=self._rank, world_size=world_size, master_addr=address[0], master_port=address[1]
+            self._config,
+            rank=self._rank,
+            world_size=world_size,
+            master_addr=address[0],
+            master_port=address[1],
         )
 
     def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
         return getattr(self._trainer, method)(*args, **kwargs)
+
+    def publish(self, version: int, urls: list[str], use_gpu: bool, engine_tp: int) -> Any:
+        """Weights to the engines; every rank takes part in gathering them, rank 0 sends."""
+        tensors = self._trainer.named_hf_tensors()
+        if self._rank != 0:
+            for _ in tensors:
+                pass
+            return None
+        if self._publisher is None:
+            from slime_cua.trainer.publisher import BroadcastPublisher
+
+            self._publisher = BroadcastPublisher(
+                backend="nccl" if use_gpu else "gloo",
+                device="cuda" if use_gpu else "cpu",
+                address=self._address,
+                engine_tp=engine_tp,
+                timeout_s=self._config.timeout_s,
+            )
+        return self._publisher.publish(tensors, version, urls)
 
 
 class RayTrainerGroup:
@@ -50,8 +80,8 @@ class RayTrainerGroup:
 
         self._config = config
         self.world_size = config.parallel.world_size
-        actor = ray.remote(num_cpus=0, num_gpus=1 if use_gpu else 0, max_restarts=0)(TrainerActor)
-        self._ranks = [
+        actor: Any = ray.remote(num_cpus=0, num_gpus=1 if use_gpu else 0, max_restarts=0)(TrainerActor)
+        self._ranks: list[Any] = [
             actor.remote(config.model_dump(mode="json"), rank, str(log_dir / f"trainer_{rank}.log"))
             for rank in range(self.world_size)
         ]
@@ -61,6 +91,15 @@ class RayTrainerGroup:
     def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
         """Run `method` on every rank with the same arguments; rank 0's result."""
         return self._get([rank.call.remote(method, *args, **kwargs) for rank in self._ranks])[0]
+
+    def publish(self, version: int, urls: Sequence[str], *, use_gpu: bool, engine_tp: int) -> PublishReport:
+        """The current weights to `urls` as `version`; what each engine said. Raises EngineError when none took them."""
+        calls = [rank.publish.remote(version, list(urls), use_gpu, engine_tp) for rank in self._ranks]
+        report: PublishReport = self._get(calls)[0]
+        if not report.engines:
+            reasons = "; ".join(f"{url}: {reason}" for url, reason in report.failures.items())
+            raise EngineError(f"no engine took version {version}: {reasons}")
+        return report
 
     def close(self) -> None:
         import ray

@@ -1,0 +1,191 @@
+"""Scores checkpoints of a run on its held-out tasks and writes what a person reads: table, report, exports checked."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rollout.metrics import behaviour
+from slime_cua.core.files import write_atomic
+from slime_cua.core.types import Episode, Task
+from slime_cua.data.episodes import EpisodeStore
+from slime_cua.evaluation.statistics import (
+    Attempt,
+    Interval,
+    bootstrap_success,
+    family_mean,
+    paired_bootstrap,
+    summarise,
+    task_means,
+)
+from slime_cua.launch.session import Session, evenly
+from slime_cua.observability.report import REPORT_DATA, write_report
+
+ARMS = ("base", "sft", "rl")
+MAX_FILMS, MAX_FRAMES = 8, 6
+
+
+def evaluate_arm(session: Session, name: str, model: Path, fleet: Any = None) -> None:
+    """Play the held-out tasks with the weights that the engines serve; with no fleet, engines start on `model`."""
+    phase = f"eval_{name}"
+    if name not in session.config.evaluation.arms or session.run.phase_result(phase) is not None:
+        return
+    if fleet is None:
+        with session.engines(model) as own:
+            evaluate_arm(session, name, model, own)
+        return
+    tasks = heldout(session)
+    session.console.say(f"evaluating {name} on {len(tasks)} held-out episodes")
+    episodes: list[Episode] = session.rollout(
+        "evaluate", phase, tasks, session.config.evaluation.temperature, what=f"evaluating {name}"
+    )
+    attempts = attempts_of(episodes, tasks)
+    values = {f"eval/success/{f}": v for f, v in by_family(attempts).items()}
+    values |= {
+        f"eval/{k}": v for k, v in behaviour(episodes).items() if "/" not in k and not k.startswith("resp")
+    }
+    summary = summarise(attempts)
+    values |= {
+        "eval/success": family_mean(attempts) or 0.0,
+        "eval/coverage": summary.num_valid / summary.num_declared,
+    }
+    session.logger.log(values, step=ARMS.index(name), axis="eval")
+    session.run.finish_phase(
+        phase, {**values, "num_valid": summary.num_valid, "num_declared": summary.num_declared}
+    )
+    session.console.say(
+        f"{name}: success {100 * values['eval/success']:.1f} % ({summary.num_valid} valid episodes)"
+    )
+
+
+def heldout(session: Session) -> list[Task]:
+    """The held-out episodes to play: tasks by family in turn, each num_attempts times."""
+    config = session.config.evaluation
+    return evenly(session.heldout_tasks, config.num_tasks) * config.num_attempts
+
+
+def attempts_of(episodes: Sequence[Episode], tasks: Sequence[Task]) -> list[Attempt]:
+    """Episodes as rows of the statistics; the last of each item, in the tasks' order."""
+    return [
+        Attempt(task.id, task.family, episode.reward if episode.is_valid else None)
+        for episode, task in zip(episodes, tasks, strict=True)
+    ]
+
+
+def by_family(attempts: Sequence[Attempt]) -> dict[str, float]:
+    """Mean score over valid attempts, by family."""
+    families = sorted({a.family for a in attempts})
+    means = {f: family_mean([a for a in attempts if a.family == f]) for f in families}
+    return {family: mean for family, mean in means.items() if mean is not None}
+
+
+def finish(session: Session) -> None:
+    """Write report_data.json and report.html, and print the table."""
+    tasks = heldout(session)
+    arms = [name for name in ARMS if session.run.phase_result(f"eval_{name}") is not None]
+    episodes = {name: _stored(session, name) for name in arms}
+    tables = [
+        _success_table(session, arms, episodes, tasks),
+        _family_table(session, arms),
+        _time_table(session),
+    ]
+    data = {
+        "title": f"slime_cua: {session.run.path.name}",
+        "subtitle": f"seed {session.config.seed}, model {session.config.model}",
+        "tables": [table for table in tables if table["rows"]],
+        "films": _films(session, arms, episodes, tasks),
+    }
+    write_atomic(session.run.path / REPORT_DATA, json.dumps(data).encode())
+    page = write_report(session.run.path)
+    for table in tables:
+        print(f"\n{table['title']}\n" + plain_table(table["columns"], table["rows"]))
+    session.console.say(f"report: {page}")
+
+
+def _stored(session: Session, name: str) -> list[Episode]:
+    groups = {g.group_id: g.episodes[-1] for g in EpisodeStore(session.run.episodes(f"eval_{name}"))}
+    return [groups[key] for key in sorted(groups)]
+
+
+def _success_table(
+    session: Session, arms: list[str], episodes: dict[str, list[Episode]], tasks: list[Task]
+) -> dict[str, Any]:
+    config, family = session.config.evaluation, {task.id: task.family for task in tasks}
+    means = {name: task_means(attempts_of(episodes[name], tasks)) for name in arms}
+    rows = []
+    for position, name in enumerate(arms):
+        options = {"num_replicates": config.num_bootstrap, "seed": session.config.seed}
+        interval = bootstrap_success(means[name], family, **options) if means[name] else None
+        gain: Interval | None = None
+        if position and means[name] and means[arms[position - 1]]:
+            gain = paired_bootstrap(means[name], means[arms[position - 1]], family, **options)
+        shown = behaviour(episodes[name])
+        valid = sum(e.is_valid for e in episodes[name])
+        rows.append(
+            [
+                name,
+                str(interval) if interval else "-",
+                str(gain) if gain else "-",
+                f"{shown['turns_mean']:.1f}",
+                f"{100 * shown['code_action_rate']:.0f} %",
+                f"{100 * shown['format_error_rate']:.1f} %",
+                f"{valid}/{len(episodes[name])}",
+            ]
+        )
+    return {
+        "title": "Held-out success",
+        "note": "Percent, families weighted equally, 95 % interval by bootstrap over tasks; gain over the row above is paired.",
+        "columns": ["arm", "success", "gain", "turns", "code actions", "invalid responses", "valid episodes"],
+        "rows": rows,
+    }
+
+
+def _family_table(session: Session, arms: list[str]) -> dict[str, Any]:
+    results = {name: session.run.phase_result(f"eval_{name}") or {} for name in arms}
+    prefix = "eval/success/"
+    families = sorted({k.removeprefix(prefix) for r in results.values() for k in r if k.startswith(prefix)})
+    rows = [[f, *(f"{100 * results[n].get(prefix + f, float('nan')):.0f}" for n in arms)] for f in families]
+    return {"title": "By family (percent)", "note": "", "columns": ["family", *arms], "rows": rows}
+
+
+def _time_table(session: Session) -> dict[str, Any]:
+    names = ("sft", "rl")
+    results = {name: session.run.phase_result(name) for name in names}
+    rows = [[n, f"{r['seconds']:.0f}", f"{r['num_steps']:.0f}"] for n, r in results.items() if r is not None]
+    return {"title": "Time", "note": "", "columns": ["phase", "seconds", "steps"], "rows": rows}
+
+
+def _films(
+    session: Session, arms: list[str], episodes: dict[str, list[Episode]], tasks: list[Task]
+) -> list[dict[str, Any]]:
+    """Film strips of the last arm: one episode a family."""
+    if not arms:
+        return []
+    instructions = {t.id: t for t in tasks}
+    seen: set[str] = set()
+    films: list[dict[str, Any]] = []
+    for episode in episodes[arms[-1]]:
+        task = instructions[episode.task_id]
+        if task.family in seen or not episode.turns or len(films) >= MAX_FILMS:
+            continue
+        seen.add(task.family)
+        score = "invalid" if episode.reward is None else f"score {episode.reward:.2f}"
+        frames = []
+        for turn in episode.turns[:MAX_FRAMES]:
+            image = turn.context_images[-1] if turn.context_images else None
+            png = str(session.images.path(image).relative_to(session.run.path)) if image else None
+            frames.append({"png": png, "caption": turn.response_text})
+        films.append({"title": f"{task.family}: {task.instruction} ({arms[-1]}, {score})", "frames": frames})
+    return films
+
+
+def plain_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """The table for a terminal."""
+    widths = [max(len(str(row[i])) for row in [columns, *rows]) for i in range(len(columns))]
+    lines = [
+        "  ".join(str(cell).ljust(width) for cell, width in zip(row, widths, strict=True))
+        for row in [columns, *rows]
+    ]
+    return "\n".join(line.rstrip() for line in lines)

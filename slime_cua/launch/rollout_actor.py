@@ -1,0 +1,164 @@
+"""The rollout side as one asyncio Ray actor: desktops, policy, renderer, worker. The driver calls it by phase."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rollout.actions import ActionSpace, format_action
+from rollout.context import context_policy
+from rollout.engines.client import EngineClient
+from rollout.engines.policy import EnginePolicy
+from rollout.episode import EpisodeRunner
+from rollout.metrics import batch_metrics
+from rollout.player import Player
+from rollout.renderer import Renderer
+from rollout.scheduler import Scheduler
+from rollout.sweep import Item, sweep
+from rollout.worker import RolloutWorker
+from slime_cua.algo.frontier import make_sampler
+from slime_cua.config.run import RunConfig
+from slime_cua.core.actions import Action
+from slime_cua.core.types import Episode, EpisodeGroup, Task
+from slime_cua.data.episodes import EpisodeStore
+from slime_cua.data.images import ImageStore
+from slime_cua.launch.desktops import GatewayDesktops
+from slime_cua.sft.demonstrations import TeacherPolicy
+from slime_cua.sft.teacher import ScriptedTeacher
+
+
+class RolloutActor:
+    """One instance a run. `hf_dir` gives tokenizer, template and processor; they do not change in a run."""
+
+    def __init__(
+        self, config: dict[str, Any], hf_dir: str, gateway_url: str, token: str, run_dir: str
+    ) -> None:
+        self.config = RunConfig.model_validate(config)
+        rollout = self.config.rollout
+        self.run_dir = Path(run_dir)
+        self.images = ImageStore(self.run_dir / "images")
+        space = ActionSpace.from_config(rollout.action_space)
+        self.renderer = Renderer.from_config(hf_dir, rollout.renderer, space)
+        self.desktops = GatewayDesktops(gateway_url, token, self.config.sandbox)
+        self.engines = EngineClient(
+            (), self.renderer.images, request_timeout_s=rollout.engine.request_timeout_s
+        )
+        runner = EpisodeRunner(rollout, self.renderer, context_policy(rollout.context), self.images)
+        self.player = Player(runner, self.desktops, self.config.sandbox.num_desktops)
+        self.worker: RolloutWorker | None = None
+        self._family_of: dict[str, str] = {}
+        self._progress = (0, 0)
+
+    async def set_engines(self, urls: Sequence[str], min_version: int) -> None:
+        """Use these engines; answers from older weights are not taken."""
+        self.engines.set_engines(urls, min_version)
+
+    async def progress(self) -> tuple[int, int]:
+        """(finished, of how many) of the sweep that runs."""
+        return self._progress
+
+    async def demonstrate(self, name: str, tasks: list[Task], num_episodes: int) -> list[Episode]:
+        """Scripted demonstrations, `num_episodes` of them over `tasks` in turn, kept in episodes/NAME.jsonl."""
+
+        async def play(task: Task, group_id: str, episode_id: str) -> Episode:
+            teacher = ScriptedTeacher(
+                task, seed=_number(group_id) + self.config.seed, config=self.config.sft.teacher
+            )
+            policy = TeacherPolicy(teacher, self._encode)
+            return await self.player.play(task, policy, group_id=group_id, episode_id=episode_id)
+
+        items = [Item(f"{name}-{n:05d}", tasks[n % len(tasks)]) for n in range(num_episodes)]
+        return await self._sweep(name, items, play)
+
+    async def evaluate(self, name: str, tasks: list[Task], temperature: float) -> list[Episode]:
+        """One attempt at each task by the engines' policy, kept in episodes/NAME.jsonl."""
+        sampling = self.config.rollout.sampling.model_copy(update={"temperature": temperature})
+        policy = EnginePolicy(self.engines, sampling)
+
+        async def play(task: Task, group_id: str, episode_id: str) -> Episode:
+            return await self.player.play(task, policy, group_id=group_id, episode_id=episode_id)
+
+        return await self._sweep(name, [Item(f"{name}-{n:05d}", task) for n, task in enumerate(tasks)], play)
+
+    async def start_training(self, tasks: list[Task], state: dict[str, Any] | None) -> None:
+        """Begin (or take up again) admission of groups over `tasks`."""
+        rollout = self.config.rollout
+        sampler = make_sampler([task.id for task in tasks], self.config.sampler, seed=self.config.seed)
+        scheduler = Scheduler(rollout.groups_per_step, rollout.max_policy_lag)
+        if state is not None:
+            sampler.load_state_dict(state["sampler"])
+            scheduler = Scheduler.from_state_dict(state["scheduler"])
+        policy = EnginePolicy(self.engines, rollout.sampling)
+        store = EpisodeStore(self.run_dir / "episodes" / "rl.jsonl")
+        self._family_of = {task.id: task.family for task in tasks}
+        self.worker = RolloutWorker(
+            rollout,
+            {task.id: task for task in tasks},
+            sampler,
+            scheduler,
+            store,
+            lambda task, group_id, episode_id, on_version: self.player.play(
+                task, policy, group_id=group_id, episode_id=episode_id, on_version=on_version
+            ),
+        )
+        if state is not None:
+            self.worker.restore_finished(store)
+        self.worker.start()
+
+    async def next_batch(self) -> tuple[list[EpisodeGroup], dict[str, float]]:
+        """Groups of the next step and what they say of the policy."""
+        assert self.worker is not None, "start_training comes first"
+        started = time.monotonic()
+        groups = await self.worker.next_batch()
+        values = batch_metrics(groups, self._family_of, self.worker.scheduler.version)
+        estimates = getattr(self.worker.sampler, "estimates", {})
+        draws = self.worker.sampler.num_draws
+        values |= {
+            "time/wait_s": time.monotonic() - started,
+            "rollout/num_dropped_groups": float(self.worker.scheduler.num_dropped),
+            "sampler/num_seen": float(sum(count > 0 for count in draws.values())),
+            "busy/desktops": self.player.busy.take(),
+        }
+        if estimates:
+            values["sampler/ema_mean"] = sum(estimates.values()) / len(estimates)
+        return groups, values
+
+    async def trained(self, group_ids: list[str]) -> None:
+        assert self.worker is not None
+        self.worker.trained(group_ids)
+
+    async def state(self) -> dict[str, Any]:
+        assert self.worker is not None
+        return self.worker.state_dict()
+
+    async def stop_training(self) -> None:
+        """Cancel running groups; their desktops go back."""
+        if self.worker is not None:
+            await self.worker.stop()
+            self.worker = None
+
+    async def close(self) -> None:
+        await self.stop_training()
+        await self.desktops.close()
+
+    async def _sweep(self, name: str, items: list[Item], play: Any) -> list[Episode]:
+        def note(done: int, total: int) -> None:
+            self._progress = (done, total)
+
+        return await sweep(
+            items,
+            play,
+            EpisodeStore(self.run_dir / "episodes" / f"{name}.jsonl"),
+            max_retries=self.config.rollout.max_infra_retries,
+            num_workers=self.config.sandbox.num_desktops,
+            progress=note,
+        )
+
+    def _encode(self, action: Action) -> tuple[int, ...]:
+        return self.renderer.answer_ids(format_action(action, self.config.rollout.action_space.family))
+
+
+def _number(key: str) -> int:
+    return int(key.rsplit("-", 1)[1])

@@ -1,0 +1,121 @@
+"""The parts of an RL step, in the order in which train.py calls them."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+from slime_cua.core.types import EpisodeGroup
+from slime_cua.data.samples import make_train_samples
+from slime_cua.launch.session import Session
+from slime_cua.launch.trainer_group import RayTrainerGroup
+
+
+class Loop:
+    """State of the loop in the driver: version, timers, what the step measured."""
+
+    def __init__(self, session: Session, trainer: RayTrainerGroup, fleet: Any) -> None:
+        self._session, self._trainer, self._fleet = session, trainer, fleet
+        self._config = session.config
+        self._run = session.run
+        self.version = 0
+        self._started = time.monotonic()
+        self._step_started = self._started
+        self._spent_before_s = 0.0
+        self._values: dict[str, float] = {}
+        self._saved = -1
+
+    def resume_or_start(self) -> None:
+        """Weights, optimiser, sampler and groups of the latest checkpoint; or the beginning."""
+        state = None
+        checkpoint = self._run.latest_checkpoint()
+        if checkpoint is not None:
+            run_state = json.loads((checkpoint / "run_state.json").read_text())
+            self.version, state = run_state["version"], run_state["rollout"]
+            self._spent_before_s = run_state["spent_s"]
+            self._trainer.call("restore", str(checkpoint / "trainer"))
+            self._saved = self.version
+            self._session.console.say(f"continuing at step {self.version}")
+            self.publish()
+        self._session.rollout("start_training", self._session.step_tasks(), state)
+
+    def is_unfinished(self) -> bool:
+        """False after num_steps, or once the RL phase has taken config.minutes."""
+        spent_s = self._spent_before_s + time.monotonic() - self._started
+        is_late = self._config.minutes > 0 and spent_s > 60 * self._config.minutes
+        return self.version < self._config.num_steps and not is_late
+
+    def next_batch(self) -> list[EpisodeGroup]:
+        """Wait for the groups of this step."""
+        self._step_started = time.monotonic()
+        self._session.console.progress(f"step {self.version}: waiting for episodes")
+        groups, self._values = self._session.rollout("next_batch")
+        return list(groups)
+
+    def train(self, groups: list[EpisodeGroup]) -> None:
+        """One optimiser step over all segments of `groups`."""
+        samples = make_train_samples(groups, self._config.advantage, seed=self._config.seed + self.version)
+        metrics = self._trainer.call(
+            "train_step",
+            samples,
+            self._session.images,
+            loss=self._config.loss.name,
+            section=self._config.loss,
+            policy_version=self.version,
+            temperature=self._config.rollout.sampling.temperature,
+        )
+        self._values |= metrics
+        self.version += 1
+
+    def publish(self) -> None:
+        """The new weights to the engines; those that miss them are out of traffic until the fleet mended them."""
+        engine = self._config.rollout.engine
+        report = self._trainer.publish(
+            self.version, self._fleet.reachable(), use_gpu=self._session.use_gpu, engine_tp=engine.tp
+        )
+        self._fleet.published(self.version, report.engines, report.folder)
+        self._session.rollout("set_engines", self._fleet.serving(), self.version)
+        self._values["time/publish_s"] = report.seconds["paused"]
+
+    def release(self, groups: list[EpisodeGroup]) -> None:
+        """The groups are trained and the new weights are out: more may be admitted."""
+        self._session.rollout("trained", [group.group_id for group in groups])
+
+    def save_if_due(self) -> None:
+        if self.version % self._config.save_every == 0:
+            self._save()
+
+    def log(self) -> None:
+        seconds = time.monotonic() - self._step_started
+        self._values |= {"time/step_s": seconds, "busy/trainer": self._values["time/train_s"] / seconds}
+        self._session.logger.log(self._values, step=self.version)
+        values = self._values
+        self._session.console.say(
+            f"step {self.version}: reward {values['reward/mean']:.2f}, code {values['rollout/code_action_rate']:.2f}, "
+            f"format errors {values['rollout/format_error_rate']:.2f}, clipped {values.get('loss/clip_fraction', 0):.2f}, "
+            f"lag {values.get('lag/max', 0):.0f}, {seconds:.1f} s (waited {values['time/wait_s']:.1f}, "
+            f"trained {values['time/train_s']:.1f}, published {values['time/publish_s']:.2f})"
+        )
+
+    def finish(self) -> None:
+        """Export the policy; the phase is done."""
+        if self._saved != self.version:
+            self._save()
+        self._session.rollout("stop_training")
+        target: Path = self._run.hf("rl")
+        self._trainer.call("export_hf", str(target))
+        seconds = self._spent_before_s + time.monotonic() - self._started
+        self._run.finish_phase("rl", {"seconds": seconds, "num_steps": float(self.version)})
+
+    def _save(self) -> None:
+        started = time.monotonic()
+        folder = self._run.checkpoint(self.version)
+        state = self._session.rollout("state")
+        self._trainer.call("save", str(folder / "trainer"), self.version)
+        spent_s = self._spent_before_s + time.monotonic() - self._started
+        run_state = {"version": self.version, "rollout": state, "spent_s": spent_s}
+        self._run.publish_checkpoint(self.version, run_state)
+        self._saved = self.version
+        self._values["time/save_s"] = time.monotonic() - started
