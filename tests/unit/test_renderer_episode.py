@@ -297,6 +297,21 @@ def test_a_template_without_tools_is_told_of_them_and_answered_by_the_user(tmp_p
     assert text.count("<|im_start|>user") == 2 and "<|im_start|>tool" not in text
 
 
+def test_a_tokenizer_that_adds_a_first_token_of_its_own_does_not_double_it(tmp_path: Path) -> None:
+    """Templates write their own first token; a second pass of the tokenizer must not add another."""
+    from tokenizers import Tokenizer, processors
+
+    renderer = with_template(tmp_path, "plain", prompt="short")
+    plain = play(renderer, ALL_IN_VIEW, [CLICK], OBSERVATIONS[:2])[-1][0]
+    tokenizer = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    first = [("<|endoftext|>", tokenizer.token_to_id("<|endoftext|>"))]
+    tokenizer.post_processor = processors.TemplateProcessing(single="<|endoftext|> $A", special_tokens=first)
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    adding = Renderer(tmp_path, ActionSpace(), prompt="short")
+    assert adding.tokenizer("red")["input_ids"][0] == first[0][1]
+    assert play(adding, ALL_IN_VIEW, [CLICK], OBSERVATIONS[:2])[-1][0] == plain
+
+
 def test_a_template_that_is_no_chain_is_refused_when_it_is_loaded(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="chain"):
         with_template(tmp_path, "counted", prompt="short")
