@@ -34,7 +34,7 @@ class SamplingConfig(ConfigModel):
 
 class ContextConfig(ConfigModel):
     name: str = "sliding_window"
-    """sliding_window, last_images, or `module:Name`."""
+    """sliding_window, last_images, skip_on_mcp_success, skip_on_no_change, several joined by "+", or `module:Name`."""
     max_images: int = Field(10, ge=1)
     retain: int = Field(5, ge=1)
 
