@@ -43,6 +43,7 @@ ENVIRONMENT = {
     "DBUS_SESSION_BUS_ADDRESS": "unix:path=" + BUS_PATH,
     "NO_AT_BRIDGE": "1",
     "GSETTINGS_BACKEND": "keyfile",
+    "PYTHONPATH": "/opt/lib",
     "PYTHONDONTWRITEBYTECODE": "1",
 }
 

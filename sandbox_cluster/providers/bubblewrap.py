@@ -9,6 +9,8 @@ from sandbox_cluster.providers.base import HOME
 from slime_cua.config.sandbox import DesktopConfig
 
 AGENT_PATH = "/agent.py"
+MODULES_PATH = "/opt/lib"
+"""Python modules of ours for programs inside (PYTHONPATH in agent.py)."""
 _ETC = (
     "fonts", "alternatives", "xdg", "X11", "gtk-2.0", "gtk-3.0", "mime.types", "localtime", "timezone",
     "ld.so.cache", "ld.so.conf", "ld.so.conf.d", "dbus-1", "libreoffice", "chromium", "chromium.d", "ssl/certs",
@@ -42,8 +44,8 @@ class DataFiles:
             os.close(self.files.pop())
 
 
-def arguments(config: DesktopConfig, agent: bytes, seccomp: bytes, data: DataFiles) -> list[str]:
-    """Arguments of bwrap up to and without the program; `data` gets the files they name."""
+def arguments(config: DesktopConfig, own: dict[str, bytes], seccomp: bytes, data: DataFiles) -> list[str]:
+    """Arguments of bwrap up to and without the program; `data` gets the files they name. `own`: our files inside by path."""
     return [
         *_namespaces(),
         *_system_folders(),
@@ -53,7 +55,7 @@ def arguments(config: DesktopConfig, agent: bytes, seccomp: bytes, data: DataFil
         *_tmpfs("/tmp", config.disk_mb),
         *_tmpfs("/run", _RUN_MB),
         *_tmpfs(HOME, config.disk_mb),
-        *("--ro-bind-data", str(data.add(agent)), AGENT_PATH),
+        *(word for path, file in own.items() for word in ("--ro-bind-data", str(data.add(file)), path)),
         *("--remount-ro", "/"),
         *("--seccomp", str(data.add(seccomp))),
     ]

@@ -77,7 +77,7 @@ class Desktop:
         if size != self.screen_wh_px:
             raise SandboxError(f"desktop {self.slot}: captured {size}, the screen is {self.screen_wh_px}")
         try:
-            await asyncio.to_thread(check_png, capture.png, size)
+            check_png(capture.png, size)
         except ValueError as error:
             raise SandboxError(f"desktop {self.slot}: broken screenshot: {error}") from error
         return capture

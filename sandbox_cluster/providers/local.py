@@ -20,14 +20,14 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
+import sandbox_cluster.guest as guest_package
 from sandbox_cluster.api import Settle
-from sandbox_cluster.guest import agent as agent_module
 from sandbox_cluster.guest.home import home_files
 from sandbox_cluster.guest.link import AgentLink
 from sandbox_cluster.providers import limits
-from sandbox_cluster.providers.bubblewrap import AGENT_PATH, DataFiles, arguments
+from sandbox_cluster.providers.bubblewrap import AGENT_PATH, MODULES_PATH, DataFiles, arguments
 from sandbox_cluster.providers.desktop import Desktop
-from sandbox_cluster.providers.local_driver import LocalDriver
+from sandbox_cluster.providers.local_driver import LocalDriver, Workers
 from sandbox_cluster.providers.preflight import check_machine
 from sandbox_cluster.providers.records import Records
 from sandbox_cluster.providers.seccomp import denylist_program
@@ -66,9 +66,14 @@ class LocalProvider:
         self._records = Records(state_dir, label)
         self._boots = asyncio.Semaphore(max_boots)
         self._spawner = ThreadPoolExecutor(1, thread_name_prefix="sandbox-spawner")
+        self._workers = Workers()
         self._slots: dict[int, Desktop | None] = {}
         self._backend: limits.Backend | None = None
-        self._agent = Path(agent_module.__file__).read_bytes()
+        guest = Path(guest_package.__file__).parent
+        self._own = {
+            AGENT_PATH: (guest / "agent.py").read_bytes(),
+            f"{MODULES_PATH}/pyautogui.py": (guest / "pyautogui_inside.py").read_bytes(),
+        }
 
     async def check(self) -> None:
         await asyncio.to_thread(check_machine, self._config)
@@ -95,6 +100,7 @@ class LocalProvider:
         await asyncio.gather(*(desktop.kill() for desktop in desktops))
         self._records.release()
         await asyncio.to_thread(self._spawner.shutdown)
+        self._workers.close()
 
     async def _boot(self, slot: int) -> Desktop:
         started = time.monotonic()
@@ -112,7 +118,7 @@ class LocalProvider:
                 ours.close()
                 raise
         link = AgentLink(ours)
-        driver = LocalDriver(self._config, link, partial(self._end, sandbox))
+        driver = LocalDriver(self._config, link, self._workers, partial(self._end, sandbox))
         try:
             async with asyncio.timeout(self._config.boot_timeout_s):
                 await driver.start()
@@ -140,7 +146,7 @@ class LocalProvider:
         data = DataFiles()
         gate_out, gate_in = os.pipe()
         try:
-            options = arguments(self._config, self._agent, denylist_program(), data)
+            options = arguments(self._config, self._own, denylist_program(), data)
             line = data.add(b"\0".join(option.encode() for option in options) + b"\0")
             limiter = limits.process_limits(self._config, backend, is_own_user=user is not None)
             agent = ["/usr/bin/python3", "-I", "-S", AGENT_PATH, str(control.fileno())]

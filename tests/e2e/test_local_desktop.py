@@ -13,12 +13,15 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
+from typing import Any
 
+import httpx
 import pytest
 from PIL import Image
 
 from sandbox_cluster.api import ExecuteReply, ExecuteRequest, Settle, StepRequest
 from sandbox_cluster.guest.events import Button, Move
+from sandbox_cluster.guest.server import create_app
 from sandbox_cluster.providers.base import Capture
 from sandbox_cluster.providers.desktop import Desktop
 from sandbox_cluster.providers.local import LocalProvider
@@ -392,3 +395,43 @@ async def test_golden_home_is_copied_and_a_write_stays_in_its_desktop(
     await one.put_file("Documents/report.txt", b"changed")
     assert await two.get_file("Documents/report.txt") == b"golden"
     assert (golden / "Documents" / "report.txt").read_text() == "golden"
+
+
+async def test_osworlds_endpoints_open_edit_and_save_a_file_in_a_real_editor(desktop: Desktop) -> None:
+    prefix = "import pyautogui; import time; pyautogui.FAILSAFE = False; "
+    transport = httpx.ASGITransport(app=create_app(desktop))
+    async with httpx.AsyncClient(transport=transport, base_url="http://guest", timeout=60) as client:
+
+        async def python(text: str) -> dict[str, Any]:
+            body = {"command": ["python", "-c", prefix + text], "shell": False}
+            return (await client.post("/execute", json=body)).json()
+
+        form = {"file_path": "~/note.txt"}
+        await client.post("/setup/upload", data=form, files={"file_data": ("note.txt", b"start ")})
+        opened = await client.post("/setup/open_file", json={"path": "~/note.txt"})
+        assert opened.status_code == 200, opened.text
+        played = await python(
+            "pyautogui.hotkey('ctrl', 'End'); pyautogui.write('<é>'); pyautogui.hotkey('ctrl', 's')"
+        )
+        assert played["returncode"] == 0
+        await asyncio.sleep(0.5)
+        assert (await client.post("/file", data=form)).content.decode() == "start <é>"
+        await python("pyautogui.moveTo(33, 44)")
+        assert (await client.get("/cursor_position")).json() == [33, 44]
+        real = await python(
+            "place = pyautogui.position(); pyautogui.moveTo(place[0] + 7, place[1]); print(pyautogui.size())"
+        )
+        assert real["output"] == "(640, 384)\n", real
+        assert (await client.get("/cursor_position")).json() == [40, 44]
+        size = (await client.post("/window_size", data={"app_class_name": "Mousepad"})).json()
+        assert size["width"] > 100
+        await client.post("/setup/close_window", json={"window_name": "note.txt"})
+        async with asyncio.timeout(20):
+            while "Mousepad" in (await desktop.run(["wmctrl", "-l"])).stdout:  # noqa: ASYNC110
+                await asyncio.sleep(0.05)
+        checks = {"command": "true", "verification": {"window_exists": "Mousepad"}, "max_wait_time": 0.5}
+        assert (await client.post("/execute_with_verification", json=checks)).json()[
+            "verification"
+        ] == "failed"
+        tree = (await client.post("/list_directory", json={"path": "~"})).json()["directory_tree"]
+        assert {"type": "file", "name": "note.txt"} in tree["children"]
