@@ -110,6 +110,7 @@ def _find(folder: Path) -> tuple[Path, dict[str, Any]]:
 
 def _state(model: PolicyModel, optimizer: Optimizer, is_loading: bool) -> dict[str, Any]:
     """Sharded views of weights and optimiser, in model space, so that another layout can read them."""
+    optimizer.allocate_state()
     metadata = {"distrib_optim_sharding_type": "fully_reshardable"}
     weights = model.module.sharded_state_dict(metadata=metadata)
     moments = optimizer.megatron.sharded_state_dict(weights, is_loading=is_loading, metadata=metadata)

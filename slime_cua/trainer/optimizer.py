@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import torch
+
 import megatron_patches
 from slime_cua.config.trainer import OptimizerConfig, TrainerConfig
 from slime_cua.trainer.model import DTYPES, PolicyModel
@@ -65,6 +67,20 @@ class Optimizer:
         """Forget gradients."""
         self.ddp.zero_grad_buffer()
         self.megatron.zero_grad()
+
+    def allocate_state(self) -> None:
+        """Give torch's AdamW the moments it would make at its first step (zero, step 0): saving and loading need them."""
+        for part in getattr(self.megatron, "chained_optimizers", [self.megatron]):
+            inner = part.optimizer
+            if not isinstance(inner, torch.optim.AdamW):
+                continue
+            for parameter in (p for group in inner.param_groups for p in group["params"]):
+                if not inner.state[parameter]:
+                    inner.state[parameter] = {
+                        "step": torch.tensor(0.0),
+                        "exp_avg": torch.zeros_like(parameter),
+                        "exp_avg_sq": torch.zeros_like(parameter),
+                    }
 
     def reduce_gradients(self) -> None:
         """Sum gradients over data-parallel ranks and complete partial ones over tensor-parallel ranks. A collective."""

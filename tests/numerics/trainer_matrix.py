@@ -1,0 +1,153 @@
+"""Run the trainer under several layouts in one start of two processes, and save what it computed.
+
+python -m tests.numerics.trainer_matrix OUT.pt FULL_DIR HYBRID_DIR   (the tests read OUT.pt)
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import megatron_patches
+from slime_cua.config.trainer import OptimizerConfig, ParallelConfig, TrainerConfig
+from slime_cua.core.ports import free_port
+from slime_cua.trainer.rank import TrainerRank
+from tests.numerics.trainer_cases import make_samples
+
+NUM_STEPS = 5
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "dp2": {"parallel": ParallelConfig(tp=1, dp=2), "use_distributed_optimizer": False},
+    "dp2_distopt": {"parallel": ParallelConfig(tp=1, dp=2)},
+    "tp2": {"parallel": ParallelConfig(tp=2)},
+    "tp2_sp": {"parallel": ParallelConfig(tp=2, sequence_parallel=True)},
+    "tp2_recompute": {"parallel": ParallelConfig(tp=2), "recompute": "full"},
+}
+
+
+def config_of(layout: str) -> TrainerConfig:
+    """Small micro-batches, so that every rank has several."""
+    return TrainerConfig(
+        dtype="fp32",
+        max_tokens_per_rank=96,
+        freeze_vision=False,
+        optimizer=OptimizerConfig(lr=1e-3, weight_decay=0.01),
+        **LAYOUTS[layout],
+    )
+
+
+def gradients(trainer: TrainerRank, samples: Any, store: Any, is_completed: bool = True) -> dict[str, Any]:
+    """Whole gradients of the supervised loss by Hugging Face name, and Megatron's norm of them.
+
+    The bridge exports what is in the parameters, so main_grad is put there for the export.
+    is_completed: False leaves out megatron_patches.before_finalize.
+    """
+    from megatron.core.distributed import finalize_model_grads
+
+    model, optimizer = trainer.model, trainer.optimizer
+    num_tokens = sum(sum(s.segment.is_trained) for s in samples)
+    with megatron_patches.cpu_scope():
+        optimizer.zero_grad()
+        for _, batch in trainer._microbatches(trainer._pack(samples), store):
+            (-model.logprobs(batch, 1.0)[0].sum() / num_tokens).backward()
+        if is_completed:
+            optimizer.reduce_gradients()
+        else:
+            finalize_model_grads([optimizer.ddp], None)
+        optimizer.megatron.prepare_grads()
+        norm = float(optimizer.megatron.get_grad_norm())
+        weights = {name: p.data for name, p in model.module.named_parameters()}
+        for p in model.module.parameters():
+            p.data = p.main_grad.to(p.dtype).clone()
+        grads = {name: tensor.clone() for name, tensor in model.export()}
+        for name, p in model.module.named_parameters():
+            p.data = weights[name]
+    return {"grads": grads, "norm": norm}
+
+
+def symptoms(trainer: TrainerRank, samples: Any, store: Any) -> dict[str, Any]:
+    """What each gradient patch mends, seen by undoing it."""
+    module, found = trainer.model.module, {}
+    found["without_output_norm"] = gradients(trainer, samples, store, is_completed=False)
+    norms = [
+        p for n, p in module.named_parameters() if n.endswith("self_attention.in_proj.layer_norm_weight")
+    ]
+    for p in norms:
+        p.sequence_parallel = True
+    found["with_input_norm_flag"] = gradients(trainer, samples, store)
+    for p in norms:
+        p.sequence_parallel = False
+    return found
+
+
+def run_layout(trainer: TrainerRank, folder: Path, layout: str, scratch: Path) -> dict[str, Any]:
+    """Everything the tests look at, for one model under one layout."""
+    samples, store = make_samples()
+    trainer.load(folder)
+    out: dict[str, Any] = {"logp": trainer.logprobs(samples, store)}
+    out["export"] = {name: tensor.clone() for name, tensor in trainer.named_hf_tensors("source")}
+    if layout != "dp2_distopt":
+        out.update(gradients(trainer, samples, store))
+    if "linear_attn" in "".join(out["export"]) and layout in ("tp2", "tp2_sp"):
+        out.update(symptoms(trainer, samples, store))
+    out["empty"] = trainer.train_step([], store, "gspo")
+    out["one_sample"] = trainer.train_step(samples[:1], store, "gspo")["loss/policy"]
+    trainer.load(folder)
+    losses, norms = [], []
+    for step in range(NUM_STEPS):
+        if layout == "tp2" and step == 2:
+            trainer.save(scratch / f"saved_{folder.name}", step)
+        metrics = trainer.train_step(samples, store, "sft")
+        losses.append(metrics["sft/loss"])
+        norms.append(metrics["sft/grad_norm"])
+    out["losses"], out["norms"] = losses, norms
+    out["gspo"] = trainer.train_step(samples, store, "gspo", temperature=0.5)
+    out["trained"] = {name: tensor.clone() for name, tensor in trainer.named_hf_tensors()}
+    return out
+
+
+def resume(trainer: TrainerRank, folder: Path, scratch: Path) -> dict[str, Any]:
+    """Losses of a run continued from what tp2 saved after two steps."""
+    samples, store = make_samples()
+    trainer.load(folder)
+    step = trainer.restore(scratch / f"saved_{folder.name}")
+    losses = [trainer.train_step(samples, store, "sft")["sft/loss"] for _ in range(NUM_STEPS - step)]
+    target = scratch / f"export_{folder.name}"
+    trainer.load(folder)
+    trainer.export_hf(target)
+    return {"step": step, "losses": losses}
+
+
+def serve(rank: int, ports: dict[str, int], out: Path, folders: list[Path]) -> None:
+    """One of the two processes."""
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    results: dict[str, Any] = {}
+    for layout in ("tp2", "tp2_sp", "tp2_recompute", "dp2", "dp2_distopt"):
+        trainer = TrainerRank(config_of(layout), rank, 2, "127.0.0.1", ports[layout])
+        for folder in folders:
+            results[f"{layout}/{folder.name}"] = run_layout(trainer, folder, layout, out.parent)
+            if layout == "dp2_distopt":
+                results[f"resumed/{folder.name}"] = resume(trainer, folder, out.parent)
+        trainer.close()
+    if rank == 0:
+        torch.save(results, out)
+
+
+def main() -> None:
+    out, folders = Path(sys.argv[1]), [Path(name) for name in sys.argv[2:]]
+    ports = {layout: free_port() for layout in LAYOUTS}
+    context = multiprocessing.get_context("spawn")
+    processes = [context.Process(target=serve, args=(rank, ports, out, folders)) for rank in range(2)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+    sys.exit(max(abs(process.exitcode or 0) for process in processes))
+
+
+if __name__ == "__main__":
+    main()
