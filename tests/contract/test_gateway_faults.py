@@ -238,7 +238,7 @@ async def test_a_bad_set_up_step_is_named_and_a_failed_one_is_infrastructure(rig
             "type": "execute",
             "parameters": {"command": "false", "shell": True, "until": {"returncode": 0}},
         }
-        with pytest.raises(SandboxError, match="step 0 .execute. failed"):
+        with pytest.raises(SandboxError, match=r"step 0 .execute. failed"):
             await sandbox.setup(Task(id="t", instruction="x", config=(never,)))
 
 
