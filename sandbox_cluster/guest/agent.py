@@ -223,13 +223,6 @@ class Agent:
 
         self.selector.register(bus, selectors.EVENT_READ, on_connect)
 
-    def op_tcp(self, request, files):
-        """A connection to a port inside, handed out."""
-        connection = socket.create_connection(("127.0.0.1", request["port"]), timeout=5)
-        connection.setblocking(False)
-        self.answer(request["id"], {}, files=[connection.fileno()])
-        connection.close()
-
     def op_run(self, request, files):
         argv = list(request["argv"])
         if request["detached"]:

@@ -79,6 +79,22 @@ def remove_groups(groups: tuple[Path, ...], timeout_s: float = 5.0) -> None:
             time.sleep(0.005)
 
 
+def sweep(backend: Backend, min_age_s: float = 60.0) -> int:
+    """Remove groups that are empty and not fresh: left by owners that were killed. A running desktop's is never empty."""
+    num_removed = 0
+    for folder in backend.folders:
+        for group in folder.iterdir() if folder.is_dir() else ():
+            with contextlib.suppress(OSError):
+                if (
+                    group.is_dir()
+                    and not _members(group)
+                    and time.time() - group.stat().st_mtime >= min_age_s
+                ):
+                    group.rmdir()
+                    num_removed += 1
+    return num_removed
+
+
 def process_limits(config: DesktopConfig, backend: Backend, is_own_user: bool) -> list[str]:
     """A `prlimit` command line before the program: what it hands down to all it starts.
 

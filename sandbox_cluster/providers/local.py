@@ -93,7 +93,9 @@ class LocalProvider:
         return desktop
 
     async def reap(self) -> int:
-        return await asyncio.to_thread(self._records.reap)
+        num_ended = await asyncio.to_thread(self._records.reap)
+        await asyncio.to_thread(lambda: limits.sweep(limits.find_backend()))
+        return num_ended
 
     async def close(self) -> None:
         desktops = [desktop for desktop in self._slots.values() if desktop is not None]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import shutil
 import subprocess
@@ -47,18 +48,18 @@ def check_machine(config: DesktopConfig) -> None:
     width, height = config.screen_wh_px
     if not (64 <= width <= _MAX_SIDE_PX and 64 <= height <= _MAX_SIDE_PX):
         raise PreflightError(f"screen_wh_px = {config.screen_wh_px}: each side must be in 64..{_MAX_SIDE_PX}")
-    fault = explain(gather())
+    fault = explain(gather(user=config.first_uid if os.getuid() == 0 else None))
     if fault is not None:
         raise PreflightError(fault)
 
 
-def gather(path: str | None = None) -> MachineFacts:
-    """Facts of this machine; programs are looked up in `path` (default: $PATH)."""
+def gather(path: str | None = None, user: int | None = None) -> MachineFacts:
+    """Facts of this machine; programs are looked up in `path` (default: $PATH), the trial runs as `user` (default: us)."""
     missing = tuple(name for name in PACKAGES if shutil.which(name, path=path) is None)
     return MachineFacts(
         system=platform.system(),
         missing_programs=missing,
-        trial_error=None if "bwrap" in missing else _trial(),
+        trial_error=None if "bwrap" in missing else _trial(user),
         apparmor_restricts=_number("/proc/sys/kernel/apparmor_restrict_unprivileged_userns") == 1,
         clone_forbidden=_number("/proc/sys/kernel/unprivileged_userns_clone") == 0,
         max_user_namespaces=_number("/proc/sys/user/max_user_namespaces"),
@@ -94,7 +95,7 @@ def explain(facts: MachineFacts) -> str | None:
     )
 
 
-def _trial() -> str | None:
+def _trial(user: int | None) -> str | None:
     command = [
         "bwrap",
         "--unshare-all",
@@ -109,7 +110,9 @@ def _trial() -> str | None:
         "true",
     ]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=20, check=False, cwd="/", user=user, group=user
+        )
     except (OSError, subprocess.TimeoutExpired) as error:
         return str(error)
     return None if done.returncode == 0 else (done.stderr.strip() or f"exit code {done.returncode}")

@@ -22,6 +22,7 @@ from PIL import Image
 from sandbox_cluster.api import ExecuteReply, ExecuteRequest, Settle, StepRequest
 from sandbox_cluster.guest.events import Button, Move
 from sandbox_cluster.guest.server import create_app
+from sandbox_cluster.providers import limits
 from sandbox_cluster.providers.base import Capture
 from sandbox_cluster.providers.desktop import Desktop
 from sandbox_cluster.providers.local import LocalProvider
@@ -435,3 +436,16 @@ async def test_osworlds_endpoints_open_edit_and_save_a_file_in_a_real_editor(des
         ] == "failed"
         tree = (await client.post("/list_directory", json={"path": "~"})).json()["directory_tree"]
         assert {"type": "file", "name": "note.txt"} in tree["children"]
+
+
+@needs_root
+async def test_empty_groups_of_dead_owners_are_swept_and_a_running_desktops_stay(desktop: Desktop) -> None:
+    backend = limits.find_backend()
+    if backend.version == 0:
+        pytest.skip("no cgroups here")
+    limits.make_groups(backend, "dead-owner-0", config())
+    limits.sweep(backend)
+    assert groups("dead-owner-0"), "too fresh to judge"
+    limits.sweep(backend, min_age_s=0)
+    assert not groups("dead-owner-0") and groups("e2e-0-0")
+    await desktop.screenshot()
