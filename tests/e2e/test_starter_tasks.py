@@ -7,6 +7,7 @@ each family for training. Run as root or with user namespaces allowed; needs wha
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import re
 from collections.abc import AsyncIterator
@@ -68,9 +69,9 @@ class Room:
         return reply.score
 
 
-@pytest.fixture
-async def room(tmp_path: Path) -> AsyncIterator[Room]:
-    provider = LocalProvider(CONFIG, tmp_path, label=f"starter-{os.getpid()}")
+@contextlib.asynccontextmanager
+async def a_room(config: DesktopConfig, folder: Path) -> AsyncIterator[Room]:
+    provider = LocalProvider(config, folder, label=f"starter-{os.getpid()}")
     try:
         await provider.check()
     except PreflightError as error:
@@ -79,6 +80,12 @@ async def room(tmp_path: Path) -> AsyncIterator[Room]:
         yield Room(provider)
     finally:
         await provider.close()
+
+
+@pytest.fixture
+async def room(tmp_path: Path) -> AsyncIterator[Room]:
+    async with a_room(CONFIG, tmp_path) as made:
+        yield made
 
 
 def _no_server(desktop: Desktop) -> None:
@@ -107,6 +114,14 @@ async def test_in_a_desktop_a_wrong_attempt_scores_0(room: Room):
         task = load_tasks([TASKS / "train" / f"{family}.jsonl"])[1]
         wrong = task.model_copy(update={"metadata": {"routes": {"wrong": task.metadata["wrong"]}}})
         assert await room.attempt(task, ScriptedTeacher(wrong).actions) == (0.0, 0.0), task.id
+
+
+async def test_boards_scale_to_a_larger_screen(tmp_path: Path):
+    larger = CONFIG.model_copy(update={"screen_wh_px": (1504, 832)})
+    async with a_room(larger, tmp_path) as room:
+        for family in ("press", "dialog", "entry"):
+            task = load_tasks([TASKS / "heldout" / f"{family}.jsonl"])[2]
+            assert await room.attempt(task, ScriptedTeacher(task).actions) == (0.0, 1.0), task.id
 
 
 async def test_a_program_on_the_desktop_finds_no_spec_and_cannot_sign_a_state(room: Room):

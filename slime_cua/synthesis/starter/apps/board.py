@@ -3,7 +3,8 @@
 Usage: python3 -I -S board.py SPEC. It ends when the board is on the screen; the board lives on in the background.
 The spec is deleted once read. What was done is kept in the file spec["state"] as
 {"events": [...], "tag": sha256(spec["key"] + JSON of events)}: the key is known to the board and the judge only, so a
-state that something else wrote is told apart. Places are screen pixels: [x, y, width, height]. Standard library only.
+state that something else wrote is told apart. Places are pixels of a screen of spec["screen"], [x, y, width, height],
+and are scaled to the screen that is there. Standard library only.
 """
 
 # pathlib would cost start-up time
@@ -19,7 +20,7 @@ START_TIMEOUT_S = 20.0
 REMAP_S = 2.0
 POLL_MS = 150
 INK = "#202020"
-FONT = ("DejaVu Sans", -22, "bold")
+FONT_PX = 22
 
 
 class Model:
@@ -142,11 +143,14 @@ class Surface:
 class View:
     """The windows of a model."""
 
-    def __init__(self, model):
+    def __init__(self, spec):
         import tkinter
 
-        self.tk, self.model = tkinter, model
+        self.tk = tkinter
         self.root = tkinter.Tk(className="Board")
+        self.model = model = Model(
+            scaled(spec, self.root.winfo_screenwidth(), self.root.winfo_screenheight())
+        )
         self.root.title("board")
         self.root.geometry("{}x{}+0+0".format(*model.spec["screen"]))
         self.root.attributes("-zoomed", True)
@@ -226,6 +230,18 @@ class View:
         self.root.winfo_pointerxy()  # a round trip: the server has drawn what was asked
 
 
+def scaled(spec, width, height):
+    """The spec for a screen of this size."""
+    across, down = width / spec["screen"][0], height / spec["screen"][1]
+    for part in [spec, *spec.get("windows", [])]:
+        for boxed in [part, *part["things"]]:
+            if "box" in boxed:
+                x, y, w, h = boxed["box"]
+                left, top = round(x * across), round(y * down)
+                boxed["box"] = [left, top, round((x + w) * across) - left, round((y + h) * down) - top]
+    return {**spec, "screen": [width, height], "font_px": round(FONT_PX * min(across, down))}
+
+
 def is_in(box, x, y):
     return box[0] <= x < box[0] + box[2] and box[1] <= y < box[1] + box[3]
 
@@ -250,7 +266,7 @@ def draw_thing(canvas, thing, x, y, w, h, model):
         canvas.create_oval(x, y, x + w, y + h, **style)
     else:
         canvas.create_polygon(outline(thing.get("shape"), x, y, w, h), **style)
-    kind = thing["kind"]
+    kind, font = thing["kind"], ("DejaVu Sans", -model.spec["font_px"], "bold")
     if kind == "box" and is_marked:
         points = [x + w * 0.2, y + h * 0.5, x + w * 0.42, y + h * 0.75, x + w * 0.8, y + h * 0.25]
         canvas.create_line(points, fill=INK, width=9)
@@ -260,9 +276,9 @@ def draw_thing(canvas, thing, x, y, w, h, model):
     if kind == "field":
         canvas.create_rectangle(x + 8, y + 8, x + w - 8, y + h - 8, fill="#ffffff", outline=INK)
         text = model.texts[thing["id"]] + ("|" if model.field == thing["id"] else "")
-        canvas.create_text(x + 16, y + h / 2, text=text, anchor="w", font=FONT, fill=INK)
+        canvas.create_text(x + 16, y + h / 2, text=text, anchor="w", font=font, fill=INK)
     elif thing.get("text"):
-        canvas.create_text(x + w / 2, y + h / 2, text=thing["text"], font=FONT, fill="#ffffff")
+        canvas.create_text(x + w / 2, y + h / 2, text=thing["text"], font=font, fill="#ffffff")
 
 
 def read(path):
@@ -298,7 +314,7 @@ def main():
     for handle in (0, 1, 2):
         os.dup2(nothing, handle)
     try:
-        view = View(Model(spec))
+        view = View(spec)
         view.show()
     except Exception as error:
         os.write(told, repr(error).encode())
