@@ -29,6 +29,9 @@ class EngineActor:
     def is_running(self) -> bool:
         return self._process.is_running
 
+    def pid(self) -> int:
+        return self._process.pid
+
 
 class RayEngine:
     """`EngineHandle` of a server on some node of the Ray cluster."""
@@ -69,6 +72,12 @@ class RayEngine:
         ray.kill(actor)
 
     @property
+    def pid(self) -> int:
+        import ray
+
+        return int(ray.get(self._actor.pid.remote(), timeout=10.0)) if self._actor is not None else 0
+
+    @property
     def is_running(self) -> bool:
         import ray
 
@@ -94,6 +103,10 @@ class ExternalEngine:
 
     def stop(self) -> None:
         return
+
+    @property
+    def pid(self) -> int:
+        return 0
 
     @property
     def is_running(self) -> bool:

@@ -113,7 +113,7 @@ class RolloutActor:
         started = time.monotonic()
         groups = await self.worker.next_batch()
         values = batch_metrics(groups, self._family_of, self.worker.scheduler.version)
-        estimates = getattr(self.worker.sampler, "estimates", {})
+        estimates = self.worker.sampler.estimates() if hasattr(self.worker.sampler, "estimates") else {}
         draws = self.worker.sampler.num_draws
         values |= {
             "time/wait_s": time.monotonic() - started,
