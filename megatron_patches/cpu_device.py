@@ -29,8 +29,6 @@ class CudaMeansCpu(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is torch.Tensor.cuda:
             return args[0]
-        if func is torch.Tensor.record_stream:
-            return None
         if _is_cuda(kwargs.get("device")):
             kwargs = {**kwargs, "device": CPU}
         if func is torch.Tensor.to:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +18,33 @@ def check_hf_folder(hf_dir: Path | str) -> dict[str, TensorInfo]:
 
     No weight is loaded. Raises CheckpointError with the first offending name.
     """
-    read_config(hf_dir)
+    check_tokenizer(hf_dir)
     found = tensor_table(hf_dir)
     compare_tables(found, expected_shapes(hf_dir), hf_dir, PASSED_PREFIXES)
     return found
+
+
+def check_tokenizer(hf_dir: Path | str) -> None:
+    """Raise CheckpointError when tokenizer.json has an id, or config.json an image token, beyond the vocabulary."""
+    config = read_config(hf_dir)
+    vocab_size = (config.get("text_config") or config).get("vocab_size")
+    path = Path(hf_dir) / "tokenizer.json"
+    if not isinstance(vocab_size, int):
+        return
+    ids: list[Any] = [config.get("image_token_id", 0)]
+    if path.is_file():
+        try:
+            plain = json.loads(path.read_text())
+        except ValueError as error:
+            raise CheckpointError(f"{path} is not valid JSON: {error}") from None
+        vocab = plain.get("model", {}).get("vocab", {})
+        ids += vocab.values() if isinstance(vocab, dict) else [len(vocab) - 1]
+        ids += [token["id"] for token in plain.get("added_tokens", [])]
+    highest = max(value for value in ids if isinstance(value, int))
+    if highest >= vocab_size:
+        raise CheckpointError(
+            f"{hf_dir}: token id {highest} is beyond the model's vocab_size {vocab_size}: tokenizer and model do not belong together"
+        )
 
 
 def expected_shapes(hf_dir: Path | str) -> dict[str, tuple[int, ...]]:

@@ -6,11 +6,12 @@ with that name is whole; leftovers of an interrupted save are removed by the nex
 
 from __future__ import annotations
 
+import collections
 import json
 import os
 import re
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -34,12 +35,14 @@ _NAMED = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 def latest(folder: Path | str) -> int | None:
     """The newest whole checkpoint's step in `folder`, or None."""
-    steps = [
-        int(match[1])
-        for path in (Path(folder).iterdir() if Path(folder).is_dir() else ())
-        if (match := _STEP.fullmatch(path.name)) and (path / MANIFEST).is_file()
-    ]
-    return max(steps, default=None)
+    return max(_whole_steps(Path(folder)), default=None)
+
+
+def _whole_steps(folder: Path) -> list[int]:
+    if not folder.is_dir():
+        return []
+    named = ((path, _STEP.fullmatch(path.name)) for path in folder.iterdir())
+    return [int(match[1]) for path, match in named if match and (path / MANIFEST).is_file()]
 
 
 def step_folder(folder: Path | str, step: int) -> Path:
@@ -47,25 +50,49 @@ def step_folder(folder: Path | str, step: int) -> Path:
     return Path(folder) / f"step_{step:08d}"
 
 
-def save(folder: Path, step: int, model: PolicyModel, optimizer: Optimizer, layout: Layout) -> Path:
-    """Write a checkpoint and give its folder. A collective; the old one of the same step stays until the new is whole."""
+def save(
+    folder: Path, step: int, model: PolicyModel, optimizer: Optimizer, layout: Layout, keep: int | None = None
+) -> Path:
+    """Write a checkpoint and give its folder. A collective; the old one of the same step stays until the new is whole.
+
+    keep: afterwards remove all but the newest `keep`. Raises CheckpointError on every rank when any rank could not write
+    (disk full, say); what was there before is untouched.
+    """
     from megatron.core import dist_checkpointing
 
     target, draft = step_folder(folder, step), folder / f"{_UNFINISHED}step_{step:08d}"
-    if layout.rank == 0:
-        _remove_leftovers(folder)
-        draft.mkdir(parents=True)
-    dist.barrier()
-    dist_checkpointing.save(_state(model, optimizer, is_loading=False), str(draft), save_strategy())
-    torch.save(_rank_state(layout), draft / f"rank_{layout.rank:05d}.pt")
-    dist.barrier()
-    if layout.rank == 0:
-        facts = {"step": step, "optimizer_steps": optimizer.num_steps, "world_size": layout.world_size}
-        files = {p.name: p.stat().st_size for p in sorted(draft.iterdir())}
-        write_atomic(draft / MANIFEST, json.dumps({**facts, "files": files}, indent=1).encode())
-        _publish(draft, target)
-    dist.barrier()
+
+    def prepare() -> None:
+        if layout.rank == 0:
+            _remove_leftovers(folder)
+            draft.mkdir(parents=True)
+
+    def write() -> None:
+        dist_checkpointing.save(state, str(draft), save_strategy())
+        torch.save(_rank_state(layout), draft / f"rank_{layout.rank:05d}.pt")
+
+    def publish() -> None:
+        if layout.rank == 0:
+            facts = {"step": step, "optimizer_steps": optimizer.num_steps, "world_size": layout.world_size}
+            files = {p.name: p.stat().st_size for p in sorted(draft.iterdir())}
+            write_atomic(draft / MANIFEST, json.dumps({**facts, "files": files}, indent=1).encode())
+            _publish(draft, target)
+            prune(folder, keep)
+
+    _together(prepare, f"checkpoint {target}")
+    state = _state(model, optimizer, is_loading=False)
+    _together(write, f"checkpoint {target}")
+    _together(publish, f"checkpoint {target}")
     return target
+
+
+def prune(folder: Path, keep: int | None) -> None:
+    """Remove whole checkpoints but the newest `keep` (at least one); None keeps all."""
+    if keep is None:
+        return
+    steps = sorted(_whole_steps(folder))
+    for step in steps[: -max(keep, 1)]:
+        shutil.rmtree(step_folder(folder, step))
 
 
 def restore(folder: Path, model: PolicyModel, optimizer: Optimizer, layout: Layout) -> int:
@@ -165,7 +192,7 @@ def target_dtype(name: str, table: dict[str, TensorInfo], choice: str) -> torch.
 
 
 def write_hf(
-    tensors: Iterable[tuple[str, torch.Tensor]],
+    tensors: Iterator[tuple[str, torch.Tensor]],
     source: Path,
     target: Path,
     table: dict[str, TensorInfo],
@@ -173,23 +200,32 @@ def write_hf(
 ) -> None:
     """Write a Hugging Face folder: weights sharded as in `source`, every other file copied. All ranks iterate, rank 0 writes.
 
-    Tensors that `source` has and `tensors` does not (multi-token prediction heads) are copied unchanged.
+    Tensors that `source` has and `tensors` does not (multi-token prediction heads) are copied unchanged. Raises
+    CheckpointError on every rank when it could not be written; an older `target` is then untouched.
     """
+
+    def write() -> None:
+        try:
+            if layout.rank == 0:
+                _write_folder(tensors, source, target, table)
+        finally:
+            for _ in tensors:  # the others wait in its collectives
+                pass
+
+    _together(write, f"Hugging Face folder {target}")
+
+
+def _write_folder(
+    tensors: Iterator[tuple[str, torch.Tensor]], source: Path, target: Path, table: dict[str, TensorInfo]
+) -> None:
     from safetensors.torch import save_file
 
     draft = target.with_name(f"{_UNFINISHED}{target.name}")
-    if layout.rank != 0:
-        for _ in tensors:
-            pass
-        dist.barrier()
-        return
     if draft.exists():
         shutil.rmtree(draft)
     draft.mkdir(parents=True)
     files: dict[str, dict[str, torch.Tensor]] = {}
-    left = {
-        file: sum(info.file == file for info in table.values()) for file in {i.file for i in table.values()}
-    }
+    left = collections.Counter(info.file for info in table.values())
     for name, tensor in _with_untouched(tensors, source, table):
         file = table[name].file
         files.setdefault(file, {})[name] = tensor.cpu().contiguous().clone()
@@ -197,14 +233,25 @@ def write_hf(
         if left[file] == 0:
             save_file(files.pop(file), draft / file, metadata={"format": "pt"})
             (draft / file).chmod(0o644)
-    if files:
-        raise CheckpointError(f"the model gave no tensor for {left}: nothing was published to {target}")
     copy_companions(source, draft)
     index = source / "model.safetensors.index.json"
     if index.is_file():
         shutil.copyfile(index, draft / index.name)
     _publish(draft, target)
-    dist.barrier()
+
+
+def _together(work: Callable[[], None], what: str) -> None:
+    """Run `work` on every rank; when it fails on one, CheckpointError on all. Nobody is left waiting."""
+    failure: Exception | None = None
+    try:
+        work()
+    except Exception as error:
+        failure = error
+    reasons: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(reasons, None if failure is None else f"{type(failure).__name__}: {failure}")
+    known = [f"rank {rank}: {reason}" for rank, reason in enumerate(reasons) if reason is not None]
+    if known:
+        raise CheckpointError(f"{what} was not written, what was there is kept; {known[0]}") from failure
 
 
 def _with_untouched(

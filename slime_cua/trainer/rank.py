@@ -164,10 +164,13 @@ class TrainerRank:
             self.named_hf_tensors(dtype), self._source_folder(), Path(target), self._tensors, self.layout
         )
 
-    def save(self, folder: Path | str, step: int) -> Path:
-        """Write weights, optimiser, schedule and RNG under folder/step_XXXXXXXX; a reader never sees it half-written."""
+    def save(self, folder: Path | str, step: int, keep: int | None = None) -> Path:
+        """Write weights, optimiser, schedule and RNG under folder/step_XXXXXXXX; a reader never sees it half-written.
+
+        keep: afterwards only the newest `keep` checkpoints stay. Raises CheckpointError on every rank when a rank cannot write.
+        """
         with self._scope():
-            return checkpoint.save(Path(folder), step, self.model, self.optimizer, self.layout)
+            return checkpoint.save(Path(folder), step, self.model, self.optimizer, self.layout, keep)
 
     def restore(self, folder: Path | str) -> int:
         """Load what save wrote, also under another tensor- or data-parallel size; gives the step. Needs load() before."""
