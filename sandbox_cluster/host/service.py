@@ -149,14 +149,19 @@ def config_of(options: argparse.Namespace) -> SandboxConfig:
             if isinstance(error, ConfigError):
                 raise
             raise ConfigError(f"{options.config} cannot be read: {error}") from None
-    size = re.fullmatch(r"(\d+)x(\d+)", options.screen)
-    if size is None:
-        raise ConfigError(f"--screen {options.screen!r}: write WIDTHxHEIGHT, for example 640x384")
     plain = {
         "provider": options.provider,
         "num_desktops": options.slots,
         "num_spares": options.spares,
         "max_boots": options.max_boots,
-        "screen_wh_px": [int(size[1]), int(size[2])],
+        "screen_wh_px": screen_of(options.screen),
     }
     return validate(SandboxConfig, plain, "command line")
+
+
+def screen_of(text: str) -> tuple[int, int]:
+    """(640, 384) of "640x384". Raises ConfigError."""
+    size = re.fullmatch(r"(\d+)x(\d+)", text)
+    if size is None:
+        raise ConfigError(f"--screen {text!r}: write WIDTHxHEIGHT, for example 640x384")
+    return int(size[1]), int(size[2])
