@@ -11,7 +11,7 @@ from slime_cua.core.errors import DataError
 from slime_cua.core.types import Episode, TrainSample
 from slime_cua.data.episodes import EpisodeStore
 from slime_cua.data.segments import build_segments
-from slime_cua.launch.session import Session
+from slime_cua.launch.session import Session, evenly
 
 DEMONSTRATIONS = "demonstrations"
 
@@ -24,7 +24,7 @@ def cold_start(session: Session) -> Path:
     target = session.run.hf("sft")
     if session.run.phase_result("sft") is not None:
         return target
-    tasks = session.step_tasks()
+    tasks = evenly(session.step_tasks())
     session.console.say(f"collecting {config.num_episodes} demonstrations")
     episodes: list[Episode] = session.rollout(
         "demonstrate", DEMONSTRATIONS, tasks, config.num_episodes, what="demonstrations"

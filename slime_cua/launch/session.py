@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -14,7 +15,7 @@ from sandbox_cluster.tasks.loader import load_tasks
 from slime_cua.config.run import RunConfig
 from slime_cua.config.trainer import OptimizerConfig
 from slime_cua.core.errors import ConfigError, InfrastructureError, SlimeCuaError
-from slime_cua.core.types import Task, TrainSample
+from slime_cua.core.types import Task
 from slime_cua.data.images import ImageStore
 from slime_cua.launch.console import Console
 from slime_cua.launch.engines import make_fleet
@@ -167,26 +168,14 @@ class Session:
         return int(checkpoint.name.removeprefix("step_")) if checkpoint else None
 
 
-def evenly(tasks: Sequence[Task], count: int) -> list[Task]:
-    """`count` tasks, families in turn (all when count is 0), in an order that does not depend on anything else."""
-    if count == 0 or count >= len(tasks):
-        return list(tasks)
+def evenly(tasks: Sequence[Task], count: int = 0) -> list[Task]:
+    """`count` tasks (0: all), families in turn; the order depends on `tasks` alone."""
     families: dict[str, list[Task]] = {}
     for task in tasks:
         families.setdefault(task.family, []).append(task)
-    chosen: list[Task] = []
-    depth = 0
-    while len(chosen) < count:
-        for members in families.values():
-            if depth < len(members) and len(chosen) < count:
-                chosen.append(members[depth])
-        depth += 1
-    return chosen
-
-
-def token_samples(samples: Sequence[TrainSample]) -> int:
-    """Trained tokens of `samples`."""
-    return sum(sum(sample.segment.is_trained) for sample in samples)
+    rounds = itertools.zip_longest(*families.values())
+    chosen = [task for members in rounds for task in members if task is not None]
+    return chosen[:count] if count else chosen
 
 
 def _has_gpu() -> bool:
