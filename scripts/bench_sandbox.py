@@ -53,7 +53,7 @@ def inside_cpu_s(slots: Sequence[int]) -> float:
 
 def held_bytes(slot: int) -> int | None:
     """Memory of a desktop's group; None without groups."""
-    return limits.memory_bytes(tuple(Path("/sys/fs/cgroup").glob(f"*/slime_cua/{LABEL}-{slot}")))
+    return limits.memory_bytes(tuple(Path("/sys/fs/cgroup").glob(f"*/slime_cua/{LABEL}-{slot}-*")))
 
 
 def quantiles(values: Sequence[float]) -> str:

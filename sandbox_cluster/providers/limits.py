@@ -1,6 +1,6 @@
 """Memory, process and CPU limits of a desktop: cgroup v2 where delegated, else v1, else per-process limits only.
 
-A desktop's groups are named after its owner's label and slot, joined before the sandbox starts, and removed with it.
+A desktop's groups carry its owner's label and slot in their name; they are joined before the sandbox starts, and removed with it.
 """
 
 from __future__ import annotations
@@ -42,11 +42,10 @@ def find_backend(root: Path = ROOT) -> Backend:
 
 
 def make_groups(backend: Backend, name: str, config: DesktopConfig) -> tuple[Path, ...]:
-    """Fresh groups called `name` with the limits of `config`. OSError when the kernel refuses."""
+    """New groups called `name` with the limits of `config`. OSError when the kernel refuses or the name is taken."""
     memory_bytes = config.memory_mb << 20
     groups = tuple(folder / name for folder in backend.folders)
     for group in groups:
-        remove_groups((group,))
         group.mkdir(parents=True)
     if backend.version == 2:
         _write(groups[0] / "memory.max", memory_bytes)

@@ -9,12 +9,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import pwd
 import shutil
 import signal
 import socket
 import subprocess
 import time
+import uuid
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
@@ -31,6 +32,7 @@ from sandbox_cluster.providers.local_driver import LocalDriver, Workers
 from sandbox_cluster.providers.preflight import check_machine
 from sandbox_cluster.providers.records import Records
 from sandbox_cluster.providers.seccomp import denylist_program
+from sandbox_cluster.providers.users import UserClaim, claim_user
 from slime_cua.config.sandbox import DesktopConfig
 from slime_cua.core.errors import PreflightError, SandboxError
 
@@ -48,6 +50,7 @@ class Sandbox:
     groups: tuple[Path, ...]
     log: int
     """What bubblewrap and the agent complained about: a memory file; -1 when all is cleaned up."""
+    claim: UserClaim | None
     ending: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     def complaint(self) -> str:
@@ -141,48 +144,61 @@ class LocalProvider:
     def _spawn(self, slot: int, control: socket.socket) -> Sandbox:
         """Start the sandbox. On the one long-lived spawner thread: the kernel ends a sandbox when the *thread* that
         started it ends (PR_SET_PDEATHSIG)."""
+        try:
+            with contextlib.ExitStack() as undo:
+                sandbox = self._spawn_undone_by(undo, slot, control)
+                undo.pop_all()
+                return sandbox
+        except (OSError, PreflightError) as error:
+            raise SandboxError(f"desktop {slot} could not be started: {error}") from error
+
+    def _spawn_undone_by(self, undo: contextlib.ExitStack, slot: int, control: socket.socket) -> Sandbox:
         self._records.own()
         backend = self._backend = self._backend or limits.find_backend()
-        user = _slot_user(self._config.first_uid + slot) if os.getuid() == 0 else None
-        groups = limits.make_groups(backend, f"{self._label}-{slot}", self._config)
-        data = DataFiles()
-        gate_out, gate_in = os.pipe()
-        try:
-            options = arguments(self._config, self._own, denylist_program(), data)
-            line = data.add(b"\0".join(option.encode() for option in options) + b"\0")
-            limiter = limits.process_limits(self._config, backend, is_own_user=user is not None)
-            agent = ["/usr/bin/python3", "-I", "-S", AGENT_PATH, str(control.fileno())]
-            gate = ["/bin/sh", "-c", _GATE, "gate"]
-            log = os.memfd_create("log", os.MFD_CLOEXEC)
-            process = subprocess.Popen(
-                [*gate, *limiter, _bwrap(), "--args", str(line), "--", *agent],
-                stdin=gate_out,
-                stdout=subprocess.DEVNULL,
-                stderr=log,
-                pass_fds=(control.fileno(), *data.files),
-                cwd="/",
-                env={"PATH": "/usr/bin:/bin"},
-                start_new_session=True,
-                user=user,
-                group=user,
-                extra_groups=None if user is None else [],
-            )
-            sandbox = Sandbox(slot, process, groups, log)
-            try:
-                self._records.write(slot, process.pid, groups)
-                limits.join(groups, process.pid)
-                os.write(gate_in, b"go\n")
-            except BaseException:
-                self._clean(sandbox)
-                raise
-            return sandbox
-        except (OSError, PreflightError) as error:
-            limits.remove_groups(groups)
-            raise SandboxError(f"desktop {slot} could not be started: {error}") from error
-        finally:
-            data.close()
-            os.close(gate_out)
-            os.close(gate_in)
+        claim = claim_user(self._config.first_uid + slot) if os.getuid() == 0 else None
+        if claim is not None:
+            undo.callback(claim.release)
+        groups = limits.make_groups(backend, f"{self._label}-{slot}-{uuid.uuid4().hex[:8]}", self._config)
+        undo.callback(limits.remove_groups, groups)
+        log = os.memfd_create("log", os.MFD_CLOEXEC)
+        undo.callback(os.close, log)
+        with contextlib.closing(DataFiles()) as data, _pipe() as (gate_out, gate_in):
+            process = self._popen(control, data, gate_out, log, backend, claim)
+            undo.callback(_kill, process)
+            self._records.write(slot, process.pid, groups)
+            undo.callback(self._records.remove, slot)
+            limits.join(groups, process.pid)
+            os.write(gate_in, b"go\n")
+        return Sandbox(slot, process, groups, log, claim)
+
+    def _popen(
+        self,
+        control: socket.socket,
+        data: DataFiles,
+        gate: int,
+        log: int,
+        backend: limits.Backend,
+        claim: UserClaim | None,
+    ) -> subprocess.Popen[bytes]:
+        """The sandbox process, waiting at its gate."""
+        options = arguments(self._config, self._own, denylist_program(), data)
+        line = data.add(b"\0".join(option.encode() for option in options) + b"\0")
+        limiter = limits.process_limits(self._config, backend, is_own_user=claim is not None)
+        agent = ["/usr/bin/python3", "-I", "-S", AGENT_PATH, str(control.fileno())]
+        command = ["/bin/sh", "-c", _GATE, "gate", *limiter, _bwrap(), "--args", str(line), "--", *agent]
+        return subprocess.Popen(
+            command,
+            stdin=gate,
+            stdout=subprocess.DEVNULL,
+            stderr=log,
+            pass_fds=(control.fileno(), *data.files),
+            cwd="/",
+            env={"PATH": "/usr/bin:/bin"},
+            start_new_session=True,
+            user=None if claim is None else claim.uid,
+            group=None if claim is None else claim.uid,
+            extra_groups=None if claim is None else [],
+        )
 
     async def _end(self, sandbox: Sandbox) -> None:
         """End a sandbox and all that belongs to it; its slot is free then. May be repeated."""
@@ -192,30 +208,37 @@ class LocalProvider:
                 self._slots.pop(sandbox.slot, None)
 
     def _clean(self, sandbox: Sandbox) -> None:
-        process = sandbox.process
-        if process.poll() is None:
-            with contextlib.suppress(ProcessLookupError):
-                process.send_signal(signal.SIGKILL)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(KILL_TIMEOUT_S)
+        _kill(sandbox.process)
         limits.remove_groups(sandbox.groups)
         self._records.remove(sandbox.slot)
+        if sandbox.claim is not None:
+            sandbox.claim.release()
         os.close(sandbox.log)
         sandbox.log = -1
 
 
-def _slot_user(uid: int) -> int:
-    """`uid`, when no account of this machine has it. SandboxError otherwise."""
-    with contextlib.suppress(KeyError):
-        name = pwd.getpwuid(uid).pw_name
-        raise SandboxError(f"host user {uid} is {name}'s; set first_uid to a range that nobody has")
-    return uid
+def _kill(process: subprocess.Popen[bytes]) -> None:
+    if process.poll() is None:
+        with contextlib.suppress(ProcessLookupError):
+            process.send_signal(signal.SIGKILL)
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(KILL_TIMEOUT_S)
+
+
+@contextlib.contextmanager
+def _pipe() -> Iterator[tuple[int, int]]:
+    ends = os.pipe()
+    try:
+        yield ends
+    finally:
+        for end in ends:
+            os.close(end)
 
 
 def _bwrap() -> str:
     path = shutil.which("bwrap")
     if path is None:
-        raise SandboxError(
+        raise PreflightError(
             "bubblewrap is missing; as root: apt-get install -y --no-install-recommends bubblewrap"
         )
     return path

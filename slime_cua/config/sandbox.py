@@ -31,7 +31,8 @@ class DesktopConfig(ConfigModel):
     golden_home: str = ""
     """Folder copied into HOME of every desktop before anything starts; empty: HOME has our settings only."""
     first_uid: int = Field(60000, ge=1)
-    """As root, desktop n runs as host user first_uid + n, which must not exist. Without root: as the caller."""
+    """As root, desktop n runs as host user first_uid + n, or + 1000, + 2000, ... when that has an account or a desktop.
+    Without root: as the caller."""
 
 
 class SandboxConfig(DesktopConfig):

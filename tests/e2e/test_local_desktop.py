@@ -306,7 +306,7 @@ async def test_boot_and_kill_leak_no_file_process_mount_or_group(make: Callable[
         await desktop.kill()
     assert (num_files(), num_mounts()) == before
     assert await gone(FIRST_UID + 3) == []
-    assert not groups("e2e-*-3")
+    assert not groups("e2e-*-3-*")
 
 
 OWNER = """
@@ -439,13 +439,34 @@ async def test_osworlds_endpoints_open_edit_and_save_a_file_in_a_real_editor(des
 
 
 @needs_root
-async def test_empty_groups_of_dead_owners_are_swept_and_a_running_desktops_stay(desktop: Desktop) -> None:
-    backend = limits.find_backend()
-    if backend.version == 0:
+async def test_empty_groups_of_dead_owners_are_swept_and_groups_in_use_stay() -> None:
+    found = limits.find_backend()
+    if found.version == 0:
         pytest.skip("no cgroups here")
-    limits.make_groups(backend, "dead-owner-0", config())
-    limits.sweep(backend)
-    assert groups("dead-owner-0"), "too fresh to judge"
-    limits.sweep(backend, min_age_s=0)
-    assert not groups("dead-owner-0") and groups("e2e-0-0")
-    await desktop.screenshot()
+    own = limits.Backend(found.version, tuple(folder / f"sweep-{os.getpid()}" for folder in found.folders))
+    empty, busy = ([folder / name for folder in own.folders] for name in ("empty", "busy"))
+    for group in empty + busy:
+        group.mkdir(parents=True)
+    sleeper = await asyncio.create_subprocess_exec("sleep", "60")
+    limits.join(tuple(busy), sleeper.pid)
+    assert limits.sweep(own) == 0, "too fresh to judge"
+    assert limits.sweep(own, min_age_s=0) == len(empty)
+    assert not any(group.exists() for group in empty) and all(group.exists() for group in busy)
+    limits.remove_groups(tuple(busy))
+    assert await sleeper.wait() == -9
+    limits.remove_groups(own.folders)
+
+
+@needs_root
+async def test_two_providers_with_the_same_users_and_label_do_not_touch_each_other(
+    make: Callable[..., LocalProvider], tmp_path: Path
+) -> None:
+    one, two = make(), LocalProvider(config(), tmp_path / "other", "e2e-0")
+    first, second = await one.boot(0), await two.boot(0)
+    users = [(await desktop.run(["id", "-u"])).stdout for desktop in (first, second)]
+    assert users == ["1000\n", "1000\n"]
+    assert processes_of(FIRST_UID) and processes_of(FIRST_UID + 1000)
+    await second.kill()
+    assert await gone(FIRST_UID + 1000) == []
+    await first.screenshot()
+    await two.close()
