@@ -54,7 +54,7 @@ class EvalConfig(ConfigModel):
     arms: tuple[Literal["base", "sft", "rl"], ...] = ("base", "sft", "rl")
     """What is scored on held-out tasks: the model given, after the cold start, after RL."""
     is_image_blank: bool = False
-    """Score with every screenshot replaced by a grey one: what is left does not come from the screen."""
+    """Every screenshot of the run replaced by a grey one: what is still solved does not come from the screen."""
 
 
 class LogConfig(ConfigModel):

@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
+import io
 import secrets
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
+
+import numpy as np
+from PIL import Image
 
 from rollout.ports import DesktopPort
-from sandbox_cluster.api import Requirements
-from sandbox_cluster.client import SandboxClient
+from sandbox_cluster.api import EvaluateReply, ExecuteReply, Requirements
+from sandbox_cluster.client import SandboxClient, Shot
 from slime_cua.config.sandbox import SandboxConfig
+from slime_cua.core.actions import CodeAction, GuiAction
 from slime_cua.core.types import Task
 
 
 class GatewayDesktops:
     """`rollout.player.Desktops` over a sandbox gateway."""
 
-    def __init__(self, url: str, token: str, config: SandboxConfig) -> None:
+    def __init__(self, url: str, token: str, config: SandboxConfig, *, is_blind: bool = False) -> None:
         self._client = SandboxClient(url, token, config, owner=f"rollout-{secrets.token_hex(4)}")
+        self._is_blind = is_blind
         self._requirements = Requirements(screen_wh_px=config.screen_wh_px)
 
     @asynccontextmanager
@@ -27,7 +34,37 @@ class GatewayDesktops:
         async with self._client.lease(
             key=key, task_id=task.id, episode_id=episode_id, requirements=self._requirements
         ) as sandbox:
-            yield sandbox
+            yield Blindfold(sandbox) if self._is_blind else sandbox
 
     async def close(self) -> None:
         await self._client.close()
+
+
+class Blindfold:
+    """A desktop whose screenshots are all one grey: what a policy still solves, it solves without the screen."""
+
+    def __init__(self, desktop: DesktopPort) -> None:
+        self._desktop = desktop
+
+    async def setup(self, task: Task) -> object:
+        return await self._desktop.setup(task)
+
+    async def screenshot(self) -> Shot:
+        return grey(await self._desktop.screenshot())
+
+    async def step(self, actions: Sequence[GuiAction], action_id: str) -> Shot:
+        return grey(await self._desktop.step(actions, action_id))
+
+    async def execute(self, action: CodeAction, action_id: str) -> ExecuteReply:
+        return await self._desktop.execute(action, action_id)
+
+    async def evaluate(self, task: Task, last_action: str | None) -> EvaluateReply:
+        return await self._desktop.evaluate(task, last_action)
+
+
+def grey(shot: Shot) -> Shot:
+    """`shot` with every pixel 50 % grey."""
+    pixels = np.full((shot.height_px, shot.width_px, 3), 128, np.uint8)
+    buffer = io.BytesIO()
+    Image.fromarray(pixels).save(buffer, "PNG")
+    return replace(shot, png=buffer.getvalue())

@@ -41,7 +41,9 @@ class RolloutActor:
         self.images = ImageStore(self.run_dir / "images")
         space = ActionSpace.from_config(rollout.action_space)
         self.renderer = Renderer.from_config(hf_dir, rollout.renderer, space)
-        self.desktops = GatewayDesktops(gateway_url, token, self.config.sandbox)
+        self.desktops = GatewayDesktops(
+            gateway_url, token, self.config.sandbox, is_blind=self.config.evaluation.is_image_blank
+        )
         self.engines = EngineClient(
             (), self.renderer.images, request_timeout_s=rollout.engine.request_timeout_s
         )
