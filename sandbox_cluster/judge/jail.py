@@ -22,6 +22,7 @@ from slime_cua.core.errors import JudgeError, PreflightError
 HERE = Path(__file__).parent
 MAX_CHATTER_BYTES = 256 << 10
 MAX_ANSWER_BYTES = 64 << 10
+TREE_GONE_S = 5.0
 
 
 @dataclass(frozen=True)
@@ -234,7 +235,7 @@ class _Watch:
                     self._process.kill()
             ends[1].cancel()
             await asyncio.shield(ends[0])
-        self._hear()
+        await self._tree_gone()
         output = self._chatter.decode(errors="replace")[-2000:]
         if self._flooded.is_set():
             return Verdict(
@@ -252,6 +253,15 @@ class _Watch:
         except BlockingIOError:
             answer = b""
         return _read_answer(answer, self._process.returncode, output)
+
+    async def _tree_gone(self) -> None:
+        """The kernel ends the pid namespace after its first process: the pipe closes with the last one."""
+        for _ in range(int(TREE_GONE_S / 0.005)):
+            with contextlib.suppress(BlockingIOError):
+                while part := os.read(self._pipe, 65536):
+                    self._chatter += part[: max(0, MAX_CHATTER_BYTES - len(self._chatter))]
+                return
+            await asyncio.sleep(0.005)
 
     def _hear(self) -> None:
         with contextlib.suppress(OSError):
