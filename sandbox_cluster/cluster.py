@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 import json
 import os
 import secrets
@@ -37,7 +38,8 @@ class LocalCluster:
     ) -> None:
         self.config, self.state_dir = config, state_dir
         self.url, self.token = "", ""
-        self._host_id = host_id or f"run-{os.getpid()}-{secrets.token_hex(3)}"
+        mark = hashlib.sha256(str(state_dir.resolve()).encode()).hexdigest()[:8]
+        self._host_id = host_id or f"run-{mark}"
         self._start_timeout_s = start_timeout_s
         self._host_token = ""
         self.gateway: Service | None = None

@@ -406,6 +406,7 @@ class Broker:
             del self.leases[lease.lease_id]
             self._forget_key(lease)
         with contextlib.suppress(ApiError):
+            self.hosts.forget_lost()
             self._state.drop_leases(lease.lease_id for lease in old)
 
     # indexes

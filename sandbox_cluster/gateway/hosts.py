@@ -9,6 +9,8 @@ from sandbox_cluster.api import HostBeat, HostRegistration, HostView, Requiremen
 from sandbox_cluster.errors import ApiError
 from sandbox_cluster.gateway.state import LeaseRecord, State
 
+FORGET_S = 600.0
+
 
 @dataclass
 class Host:
@@ -102,6 +104,14 @@ class Hosts:
         for host in lost:
             host.is_lost = True
         return lost
+
+    def forget_lost(self) -> None:
+        """Drop hosts that have been silent for FORGET_S and hold no lease."""
+        edge = time.monotonic() - FORGET_S
+        for host in list(self.by_id.values()):
+            if host.is_lost and not host.leases and host.last_beat_mono < edge:
+                del self.by_id[host.host_id]
+                self._state.drop_host(host.host_id)
 
     def choose(self, need: Requirements) -> Host | None:
         """The fitting host with room: most desktops ready, then most slots free."""
