@@ -73,6 +73,13 @@ class Desktop:
         """Play input events, settle, capture; one caller at a time. No action id: the caller answers for repeats."""
         async with self._input_lock:
             capture = await self._driver.act(events, settle)
+            try:
+                return self._checked(capture)
+            except SandboxError:
+                return self._checked(await self._driver.act((), settle))
+
+    def _checked(self, capture: Capture) -> Capture:
+        """`capture` if it is whole and of the right size. A broken one is taken once more: looking changes nothing."""
         size = (capture.width_px, capture.height_px)
         if size != self.screen_wh_px:
             raise SandboxError(f"desktop {self.slot}: captured {size}, the screen is {self.screen_wh_px}")

@@ -148,6 +148,16 @@ async def test_a_broken_screenshot_never_reaches_the_caller(rig: Rig) -> None:
                 await sandbox.step([CLICK])
 
 
+async def test_one_broken_screenshot_is_taken_again_without_a_second_action(rig: Rig) -> None:
+    async with rig.gateway(), rig.host(slots=1, spares=0) as machine, rig.client() as client:
+        async with client.lease(key="a") as sandbox:
+            machine.provider.faults.num_broken_screenshots = 1
+            mended = await sandbox.step([CLICK], "a")
+            once = num_events(machine.provider.drivers[0].files)
+            assert (await sandbox.step([CLICK], "a")).png == mended.png
+            assert num_events(machine.provider.drivers[0].files) == once
+
+
 async def test_failed_boots_are_tried_again_in_the_background(rig: Rig) -> None:
     async with rig.gateway(), rig.host(slots=1, spares=0) as machine, rig.client() as client:
         machine.provider.faults.num_failing_boots = 2
