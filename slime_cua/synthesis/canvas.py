@@ -43,9 +43,12 @@ _POINTER_ROWS = (
 
 
 def fill(pixels: np.ndarray, box: Box, rgb: Rgb) -> None:
-    """Fill `box` of the uint8 image [height, width, 3]; parts outside the image are left out."""
-    x0, y0, x1, y1 = box
-    pixels[max(y0, 0) : max(y1, 0), max(x0, 0) : max(x1, 0)] = rgb
+    """Fill `box` of the contiguous uint8 image [height, width, 3]; parts outside the image are left out."""
+    height, width = pixels.shape[:2]
+    x0, y0, x1, y1 = max(box[0], 0), max(box[1], 0), min(box[2], width), min(box[3], height)
+    if x0 < x1 and y0 < y1:
+        row = np.frombuffer(bytes(rgb) * (x1 - x0), np.uint8)
+        pixels.reshape(height, -1)[y0:y1, 3 * x0 : 3 * x1] = row
 
 
 def frame(pixels: np.ndarray, box: Box, rgb: Rgb, width_px: int = 1) -> None:

@@ -20,9 +20,9 @@ class InitConfig(ConfigModel):
     """Of every matrix and embedding."""
     position_std: float = Field(1.0, gt=0)
     """Of the vision tower's position embedding."""
-    position_cycles: float = Field(3.0, ge=0)
-    """The position embedding is a sum of plane waves with this many cycles a screen (standard deviation), so that near places
-    look alike; 0: independent normal values."""
+    position_cycles: tuple[float, float] = (0.25, 6.0)
+    """The position embedding is made of waves along one axis each, with from this to this many cycles a screen, so that a
+    linear map reads rows and columns off it, and near places look alike."""
 
 
 def write_initial_folder(source: Path, target: Path, config: InitConfig, seed: int) -> None:
@@ -45,18 +45,27 @@ def write_initial_folder(source: Path, target: Path, config: InitConfig, seed: i
 
 
 def draw_positions(table_PH: torch.Tensor, config: InitConfig, generator: torch.Generator) -> None:
-    """Fill a square position table [P, H] in place.
+    """Fill a square position table [P, H] in place; the first half of the channels depends on the row only, the second on
+    the column only.
 
-        value(x, y) = std sqrt(2) cos(2 pi (f_x x + f_y y) + phase),  f ~ N(0, cycles^2), x and y in [0, 1], per channel
+        value(z) = std sqrt(2) cos(2 pi (f z + phase)),  z in [0, 1] along the axis
 
-    Source: random Fourier features (Rahimi and Recht 2007; Tancik et al. 2020).
+    f runs geometrically through position_cycles; phases are drawn, in pairs a quarter of a turn apart. Two-dimensional
+    waves would not do: few of their channels change with the column alone.
+    Source: Fourier features (Tancik et al. 2020), one axis at a time.
     """
-    if config.position_cycles == 0:
-        table_PH.normal_(0.0, config.position_std, generator=generator)
-        return
     side, width = math.isqrt(table_PH.shape[0]), table_PH.shape[1]
+    low, high = config.position_cycles
+    pairs = width // 4
+    cycles = low * (high / low) ** torch.linspace(0, 1, pairs).repeat_interleave(2)
     place = torch.linspace(0, 1, side)
-    cycles_2H = torch.randn(2, width, generator=generator) * config.position_cycles
-    phase_H = torch.rand(width, generator=generator)
-    turns = place[:, None, None] * cycles_2H[0] + place[None, :, None] * cycles_2H[1] + phase_H
-    table_PH.copy_(config.position_std * math.sqrt(2) * torch.cos(2 * math.pi * turns).reshape(-1, width))
+    halves = []
+    for _ in range(2):
+        phase = torch.rand(pairs, generator=generator).repeat_interleave(2) + torch.tensor(
+            [0.0, 0.25]
+        ).repeat(pairs)
+        halves.append(math.sqrt(2) * torch.cos(2 * math.pi * (place[:, None] * cycles + phase)))
+    rows, columns = halves
+    table = torch.cat([rows[:, None].expand(side, side, -1), columns[None].expand(side, side, -1)], dim=2)
+    table_PH.zero_()
+    table_PH[:, : table.shape[2]] = config.position_std * table.reshape(side * side, -1)

@@ -23,9 +23,21 @@ from slime_cua.config.base import ConfigModel, load, save_resolved
 from slime_cua.config.trainer import TrainerConfig
 from slime_cua.core.errors import ConfigError
 from slime_cua.synthesis.initial_weights import InitConfig, write_initial_folder
-from slime_cua.synthesis.pretrain_data import Batch, Encoder, Lengths, Stage, make_batch, shape_of
+from slime_cua.synthesis.pretrain_data import Batch, Encoder, Stage, make_batch, shape_of
 
 NUM_SLOTS = 4
+
+WATCHED = {
+    "one": "one thing by colour",
+    "six": "six buttons by colour",
+    "shape": "mixed: point_shape",
+    "both": "mixed: point_both",
+    "place": "mixed: point_place",
+    "size": "mixed: point_size",
+    "close": "mixed: point_close",
+    "word": "reading: button by word",
+}
+"""Short name in the progress line -> test of the gate."""
 
 
 class PretrainConfig(ConfigModel):
@@ -54,7 +66,8 @@ class PretrainConfig(ConfigModel):
     final_rate: float = Field(0.03, ge=0, le=1)
     """Share of the learning rate at the end."""
     init: InitConfig = InitConfig()
-    lengths: Lengths = Lengths()
+    text_weight: float = Field(0.2, ge=0)
+    """Weight in the loss of a token of a text without a screen; a token of an answer about a screen has 1."""
     stages: tuple[Stage, ...]
     trainer: TrainerConfig
 
@@ -64,6 +77,9 @@ class PretrainConfig(ConfigModel):
             raise ValueError("stages must come in the order of their `until`, each later than the one before")
         if self.trainer.parallel.pp > 1 or self.trainer.parallel.cp > 1:
             raise ValueError("trainer.parallel: pretraining runs with dp and tp only")
+        unknown = {name for stage in self.stages for name in stage.leave_when} - set(WATCHED)
+        if unknown:
+            raise ValueError(f"stages.leave_when: unknown {sorted(unknown)}; known: {', '.join(WATCHED)}")
         if self.batch_screens % (2 * self.trainer.parallel.dp * self.num_chunks):
             raise ValueError(
                 f"batch_screens {self.batch_screens} must be a multiple of 2 x dp x num_chunks = "
@@ -81,9 +97,10 @@ class Place:
     port: int
 
 
-def stage_at(stages: Sequence[Stage], progress: float) -> int:
-    """Index of the stage at `progress` (0..1) of the training time."""
-    return next((i for i, stage in enumerate(stages) if progress < stage.until), len(stages) - 1)
+def stage_at(stages: Sequence[Stage], progress: float, at_least: int = 0) -> int:
+    """Index of the stage at `progress` (0..1) of the training time, not before stage `at_least`."""
+    by_time = next((i for i, stage in enumerate(stages) if progress < stage.until), len(stages) - 1)
+    return max(by_time, at_least)
 
 
 def rate_at(step: int, progress: float, config: PretrainConfig) -> float:
@@ -98,14 +115,14 @@ def rate_at(step: int, progress: float, config: PretrainConfig) -> float:
 
 
 def saved_progress(run_dir: Path) -> dict[str, Any]:
-    """{"step", "spent_s"} of the newest whole checkpoint; zeros without one."""
+    """{"step", "spent_s", "stage"} of the newest whole checkpoint; zeros without one."""
     from slime_cua.trainer.checkpoint import latest
 
     step = latest(run_dir / "checkpoints")
     if step is None:
-        return {"step": 0, "spent_s": 0.0}
+        return {"step": 0, "spent_s": 0.0, "stage": 0}
     known: dict[str, Any] = json.loads((run_dir / "progress.json").read_text())
-    return {"step": step, "spent_s": float(known[str(step)])}
+    return {"step": step, **known[str(step)]}
 
 
 def run_rank(config: PretrainConfig, place: Place) -> None:
@@ -117,13 +134,13 @@ def run_rank(config: PretrainConfig, place: Place) -> None:
     parallel = config.trainer.parallel
     first = saved_progress(Path(config.run_dir))
     shapes = [
-        shape_of(config.lengths, config.batch_screens // parallel.dp // w, w, math.prod(encoder.screen_grid))
-        for _ in config.stages
+        shape_of(stage.lengths, config.batch_screens // parallel.dp // w, w, math.prod(encoder.screen_grid))
+        for stage in config.stages
         for w in (1, 2)
     ]
 
     def fill(rng: np.random.Generator, plan: int, batch: Batch) -> None:
-        make_batch(rng, config.stages[plan // 2], config.lengths, encoder, batch)
+        make_batch(rng, config.stages[plan // 2], encoder, batch)
 
     feed = Feed(
         shapes,
@@ -135,7 +152,7 @@ def run_rank(config: PretrainConfig, place: Place) -> None:
         num_slots=NUM_SLOTS,
     )
     try:
-        Training(config, place, feed, encoder, first["step"], first["spent_s"]).run()
+        Training(config, place, feed, encoder, first).run()
     finally:
         feed.close()
 

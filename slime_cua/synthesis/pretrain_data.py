@@ -36,16 +36,6 @@ class Scene(ConfigModel):
     """Weight of each kind of question."""
 
 
-class Stage(ConfigModel):
-    """A part of the curriculum."""
-
-    until: float = Field(1.0, gt=0, le=1)
-    """Ends at this share of the training time."""
-    scenes: tuple[Scene, ...]
-    two_screens_share: float = Field(0.0, ge=0, le=1)
-    """Share of the batches whose sequences hold two screens, each with its questions."""
-
-
 class Lengths(ConfigModel):
     """Lengths of a sequence in tokens, images not counted."""
 
@@ -53,6 +43,19 @@ class Lengths(ConfigModel):
     """Questions, answers and texts of one screen."""
     prefix_tokens: int = Field(40, ge=0)
     """At most this much of it is text before the first screen, so that screens stand at many places."""
+
+
+class Stage(ConfigModel):
+    """A part of the curriculum."""
+
+    until: float = Field(1.0, gt=0, le=1)
+    """Ends at this share of the training time at the latest."""
+    leave_when: dict[str, float] = {}
+    """Ends as soon as each of these held-out hit rates (names: pretrain.WATCHED) is reached; empty: by time only."""
+    scenes: tuple[Scene, ...]
+    lengths: Lengths = Lengths()
+    two_screens_share: float = Field(0.0, ge=0, le=1)
+    """Share of the batches whose sequences hold two screens, each with its questions."""
 
 
 @dataclass
@@ -128,15 +131,13 @@ class Encoder:
         return list(self.encode(part)) if isinstance(part, str) else part
 
 
-def make_batch(
-    rng: np.random.Generator, stage: Stage, lengths: Lengths, encoder: Encoder, batch: Batch
-) -> None:
+def make_batch(rng: np.random.Generator, stage: Stage, encoder: Encoder, batch: Batch) -> None:
     """Fill `batch` with random sequences; the same state of `rng` gives the same ones."""
     num_sequences = len(batch.token_ids_BL)
     num_screens = len(batch.pixels) // num_sequences
     for row in range(num_sequences):
         scenes = [_draw_scene(rng, stage) for _ in range(num_screens)]
-        ids, kinds = _sequence(rng, scenes, lengths, encoder)
+        ids, kinds = _sequence(rng, scenes, stage.lengths, encoder)
         streams = expand_streams(
             np.array(ids, np.int64),
             np.array([len(ids)]),

@@ -15,41 +15,31 @@ import megatron_patches
 from slime_cua.core.files import write_atomic
 from slime_cua.evaluation import pointing
 from slime_cua.synthesis.feed import Feed
-from slime_cua.synthesis.pretrain import NUM_SLOTS, Place, PretrainConfig, rate_at, stage_at
-from slime_cua.synthesis.pretrain_data import KIND_NAMES, Encoder
+from slime_cua.synthesis.pretrain import NUM_SLOTS, WATCHED, Place, PretrainConfig, rate_at, stage_at
+from slime_cua.synthesis.pretrain_data import KIND_NAMES, TEXT, Encoder
 from slime_cua.synthesis.screen_batches import HeldOut, pin, to_device
-from slime_cua.trainer import runtime
 from slime_cua.trainer.batch import Microbatch
 from slime_cua.trainer.images import PatchConfig
 from slime_cua.trainer.rank import TrainerRank
 
-WATCHED = {
-    "one": "one thing by colour",
-    "six": "six buttons by colour",
-    "shape": "mixed: point_shape",
-    "both": "mixed: point_both",
-    "place": "mixed: point_place",
-    "size": "mixed: point_size",
-    "close": "mixed: point_close",
-    "word": "reading: button by word",
-}
-"""Short name in the progress line -> test of the gate."""
-
 
 class Training:
-    """Everything that one rank holds while it trains. step, spent_s: where an earlier run stopped."""
+    """Everything that one rank holds while it trains. first: where an earlier run stopped, as of saved_progress."""
 
     def __init__(
-        self, config: PretrainConfig, place: Place, feed: Feed, encoder: Encoder, step: int, spent_s: float
+        self, config: PretrainConfig, place: Place, feed: Feed, encoder: Encoder, first: dict[str, Any]
     ) -> None:
-        self.config, self.feed, self.step, self.spent_s = config, feed, step, spent_s
+        self.config, self.feed = config, feed
+        self.step: int = first["step"]
+        self.spent_s: float = first["spent_s"]
+        self.stage: int = first["stage"]
         self.run_dir = Path(config.run_dir)
         self.is_chief = place.rank == 0
         self.trainer = TrainerRank(
             config.trainer, place.rank, place.world_size, master_port=place.port, seed=config.seed
         )
         self.trainer.load(self.run_dir / "initial")
-        if step:
+        if self.step:
             self.trainer.restore(self.run_dir / "checkpoints")
         self.device = self.trainer.layout.device
         self.patches = PatchConfig.from_hf(config.model)
@@ -70,6 +60,8 @@ class Training:
             }
         self._logp_sum = torch.zeros(len(KIND_NAMES), device=self.device)
         self._count = torch.zeros(len(KIND_NAMES), device=self.device)
+        self._weight = torch.ones(len(KIND_NAMES), device=self.device)
+        self._weight[TEXT] = config.text_weight
         self._grad_norm = 0.0
         self._waited_s = 0.0
 
@@ -113,7 +105,7 @@ class Training:
     def _open(self, progress: float) -> None:
         """Plan one more batch: the stage by the clock, one or two screens a sequence by chance."""
         number = self.step + self.feed.num_open
-        stage = stage_at(self.config.stages, progress)
+        self.stage = stage = stage_at(self.config.stages, progress, self.stage)
         draw = np.random.default_rng([self.config.seed, number]).random()
         self.feed.open_batch(2 * stage + int(draw < self.config.stages[stage].two_screens_share))
 
@@ -133,14 +125,17 @@ class Training:
         return microbatch, kind_R, event
 
     def _backward(self, batch: Microbatch, kind_R: torch.Tensor) -> None:
-        """Gradients of the mean negative log-prob over the trained tokens of all ranks."""
-        trainer, num_tokens = self.trainer, float(len(kind_R))
+        """Gradients of the weighted mean negative log-prob over the trained tokens of all ranks."""
+        trainer, weight_R = self.trainer, self._weight[kind_R]
+        total = weight_R.sum()
         if trainer.layout.dp_size > 1:
-            num_tokens = runtime.add_dicts({"num_tokens": num_tokens}, trainer.layout)["num_tokens"]
+            from megatron.core import mpu
+
+            torch.distributed.all_reduce(total, group=mpu.get_data_parallel_group())
         with megatron_patches.cpu_scope():
             trainer.optimizer.zero_grad()
             logp_R, _ = trainer.model.logprobs(batch, 1.0)
-            (-logp_R.sum() / num_tokens).backward()
+            (-(weight_R * logp_R).sum() / total).backward()
             trainer.optimizer.reduce_gradients()
             self._logp_sum.index_add_(0, kind_R, logp_R.detach())
             self._count.index_add_(0, kind_R, torch.ones_like(logp_R))
@@ -183,18 +178,25 @@ class Training:
         )
 
     def _check(self, elapsed: float) -> None:
-        """Print and keep held-out hit rates."""
+        """Print and keep held-out hit rates; enter the next stage when this one's are reached."""
         with megatron_patches.cpu_scope():
             rates = {short: test.hit_rate(self.trainer.model) for short, test in self._held_out.items()}
         self._say(f"{elapsed:5.0f} s  hit rate  " + "  ".join(f"{name} {x:.2f}" for name, x in rates.items()))
         self._keep({"elapsed_s": elapsed, **{f"hit_{name}": x for name, x in rates.items()}})
+        wanted = self.config.stages[self.stage].leave_when
+        if wanted and all(rates[name] >= rate for name, rate in wanted.items()):
+            self.stage = min(self.stage + 1, len(self.config.stages) - 1)
+            self._say(f"{elapsed:5.0f} s  stage {self.stage + 1} of {len(self.config.stages)}")
 
     def _save(self, elapsed: float) -> None:
         """A checkpoint to resume from, and the weights as run_dir/hf_latest."""
         progress = self.run_dir / "progress.json"
         if self.is_chief:
             known = json.loads(progress.read_text()) if progress.is_file() else {}
-            write_atomic(progress, json.dumps({**known, str(self.step): elapsed}).encode())
+            write_atomic(
+                progress,
+                json.dumps({**known, str(self.step): {"spent_s": elapsed, "stage": self.stage}}).encode(),
+            )
         self.trainer.save(self.run_dir / "checkpoints", self.step)
         self.trainer.export_hf(self.run_dir / "hf_latest", dtype="bf16")
         self._say(f"{elapsed:5.0f} s  saved step {self.step}")

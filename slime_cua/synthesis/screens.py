@@ -64,7 +64,7 @@ def make_screen(rng: np.random.Generator, look: Look) -> Screen:
     is_dark = bool(rng.random() < look.dark_share)
     theme = make_theme(rng, is_dark)
     pixels = np.empty((height, width, 3), np.uint8)
-    pixels[:] = theme.desk
+    canvas.fill(pixels, (0, 0, width, height), theme.desk)
     screen = Screen(pixels, is_dark)
     room = _draw_windows(rng, screen, theme, look)
     colours = [str(name) for name in rng.permutation(list(HUES))] if look.are_colors_distinct else []
