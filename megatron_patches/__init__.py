@@ -9,6 +9,7 @@ Use, in this order, once a process:
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 from megatron_patches import (
@@ -52,7 +53,10 @@ def apply() -> tuple[str, ...]:
         return tuple(_applied)
     registry.check_versions()
     _applied.extend(registry.run(PATCHES, "before_import"))
-    with cpu_scope():
+    with cpu_scope(), warnings.catch_warnings():
+        warnings.simplefilter(
+            "ignore", UserWarning
+        )  # what is not installed is said by the patches' log lines
         import mcore_bridge
         import megatron.core  # noqa: F401  (before the triton names: its jit looks for the real package)
 

@@ -10,7 +10,7 @@ import traceback
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from types import TracebackType
-from typing import Any
+from typing import Any, NoReturn
 
 from slime_cua.config.trainer import TrainerConfig
 from slime_cua.core.errors import InfrastructureError, SlimeCuaError
@@ -52,8 +52,11 @@ class LocalTrainerGroup:
     def call_all(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
         """The answers of all ranks, in order. An iterator comes back as a list."""
         message = pickle.dumps((method, args, kwargs))
-        for pipe in self._pipes:
-            pipe.send_bytes(message)
+        for rank, pipe in enumerate(self._pipes):
+            try:
+                pipe.send_bytes(message)
+            except OSError:
+                self._fail(rank, method)
         return self._collect(self.config.timeout_s, method)
 
     def close(self) -> None:
@@ -81,6 +84,11 @@ class LocalTrainerGroup:
     ) -> None:
         self.close()
 
+    def _fail(self, rank: int, what: str) -> NoReturn:
+        """A rank is gone: end the others, which would wait for it."""
+        self.close()
+        raise InfrastructureError(f"trainer rank {rank} died in {what}; its output says why") from None
+
     def _collect(self, timeout_s: float, what: str) -> list[Any]:
         deadline = time.monotonic() + timeout_s
         answers = []
@@ -91,11 +99,8 @@ class LocalTrainerGroup:
                         f"trainer rank {rank} did not finish {what} in {timeout_s:.0f} s"
                     )
                 answers.append(pickle.loads(pipe.recv_bytes()))
-            except EOFError:
-                self.close()
-                raise InfrastructureError(
-                    f"trainer rank {rank} died in {what}; its output says why"
-                ) from None
+            except (EOFError, OSError):
+                self._fail(rank, what)
             except InfrastructureError:
                 self.close()
                 raise

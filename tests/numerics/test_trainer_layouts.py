@@ -1,6 +1,6 @@
 """The trainer against transformers, under TP, SP, DP, recompute and the distributed optimiser: one start for all layouts.
 
-Two models (all full attention, tied; gated delta net with attention, untied), five ragged samples with and without images,
+tp2_recompute packs everything into one micro-batch, the others into several. Two models (all full attention, tied; gated delta net with attention, untied), five ragged samples with and without images,
 float32. Tolerances are float32 noise; gated delta net's chunked recurrence orders its sums otherwise than transformers'.
 """
 

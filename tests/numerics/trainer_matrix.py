@@ -25,19 +25,19 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "dp2_distopt": {"parallel": ParallelConfig(tp=1, dp=2)},
     "tp2": {"parallel": ParallelConfig(tp=2)},
     "tp2_sp": {"parallel": ParallelConfig(tp=2, sequence_parallel=True)},
-    "tp2_recompute": {"parallel": ParallelConfig(tp=2), "recompute": "full"},
+    "tp2_recompute": {"parallel": ParallelConfig(tp=2), "recompute": "full", "max_tokens_per_rank": 512},
 }
 
 
 def config_of(layout: str) -> TrainerConfig:
-    """Small micro-batches, so that every rank has several."""
-    return TrainerConfig(
-        dtype="fp32",
-        max_tokens_per_rank=96,
-        freeze_vision=False,
-        optimizer=OptimizerConfig(lr=1e-3, weight_decay=0.01),
-        **LAYOUTS[layout],
-    )
+    """Small micro-batches, so that every rank has several; one for all where the layout says so."""
+    common: dict[str, Any] = {
+        "dtype": "fp32",
+        "max_tokens_per_rank": 96,
+        "freeze_vision": False,
+        "optimizer": OptimizerConfig(lr=1e-3, weight_decay=0.01),
+    }
+    return TrainerConfig(**{**common, **LAYOUTS[layout]})
 
 
 def gradients(trainer: TrainerRank, samples: Any, store: Any, is_completed: bool = True) -> dict[str, Any]:
