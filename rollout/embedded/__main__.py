@@ -8,6 +8,9 @@ import sys
 import threading
 from pathlib import Path
 
+from rollout.embedded.checks import listen, read_model_config
+from slime_cua.core.errors import SlimeCuaError
+
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
@@ -40,11 +43,12 @@ def main() -> None:
     os.environ.setdefault("OMP_NUM_THREADS", str(options.threads))
     if options.lifeline:
         threading.Thread(target=_end_with_stdin, daemon=True).start()
-    from rollout.embedded.serve import serve
-    from slime_cua.core.errors import SlimeCuaError
-
     try:
-        serve(options)
+        read_model_config(options.model)
+        listener = listen(options.host, options.port)
+        from rollout.embedded.serve import serve
+
+        serve(options, listener)
     except (SlimeCuaError, OSError) as error:
         sys.exit(f"embedded engine: {error}")
 

@@ -5,7 +5,6 @@ Legend: T tokens of a step, R sequences of a step (one row of logits each), V vo
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AutoModelForImageTextToText, AutoTokenizer, GenerationConfig
 
+from rollout.embedded.checks import read_model_config
 from rollout.embedded.images import ImageStore, PreparedImage
 from rollout.embedded.prompt import IntArray
 from rollout.embedded.ragged import ATTENTION_NAME, KvBuffer, KvShape, Piece, RaggedBatch, ragged_attention
@@ -23,7 +23,6 @@ from slime_cua.core.errors import CheckpointError, ConfigError
 
 Dtype = Literal["fp32", "bf16"]
 DTYPES: dict[Dtype, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16}
-SUPPORTED_TYPES = ("qwen3_5", "qwen3_5_moe")
 
 
 @dataclass
@@ -44,7 +43,7 @@ class EngineModel:
         self.folder = folder
         self.device = torch.device(device)
         self.dtype = DTYPES[dtype]
-        self.config = _read_config(folder)
+        self.config = read_model_config(folder)
         AttentionInterface.register(ATTENTION_NAME, ragged_attention)
         self.model = _load(folder, self.dtype).to(self.device)
         self.images = ImageStore(folder, max_images)
@@ -119,19 +118,6 @@ class EngineModel:
             image.pixels_PC = None
         assert image.features_MH is not None
         return image.features_MH
-
-
-def _read_config(folder: Path) -> dict[str, Any]:
-    path = folder / "config.json"
-    if not path.is_file():
-        raise ConfigError(f"{path} does not exist: --model must be a Hugging Face checkpoint folder")
-    config: dict[str, Any] = json.loads(path.read_text())
-    if config.get("model_type") not in SUPPORTED_TYPES:
-        raise ConfigError(
-            f"{path}: model_type {config.get('model_type')!r} is not served by the embedded engine "
-            f"(it serves {', '.join(SUPPORTED_TYPES)}); use engine.kind=sglang"
-        )
-    return config
 
 
 def _load(folder: Path, dtype: torch.dtype) -> Any:

@@ -15,20 +15,18 @@ import uvicorn
 from rollout.embedded.engine import Engine
 from rollout.embedded.model import EngineModel
 from rollout.embedded.server import Service, make_app
-from slime_cua.core.errors import PreflightError
 from slime_cua.core.files import write_atomic
 
 
-def serve(options: argparse.Namespace) -> None:
-    """Serve until a signal. The ready file appears when the port accepts connections.
+def serve(options: argparse.Namespace, listener: socket.socket) -> None:
+    """Serve on `listener` until a signal. The ready file appears when it answers.
 
-    Raises ConfigError or CheckpointError for a bad model folder, PreflightError for a port in use.
+    Raises ConfigError or CheckpointError for a bad model folder.
     """
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(name)s %(levelname)s %(message)s")
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     torch.set_num_threads(options.threads)
-    listener = _listen(options.host, options.port)
     model = EngineModel(options.model, options.dtype, options.device)
     engine = Engine(
         model,
@@ -64,17 +62,3 @@ class _AnnouncingServer(uvicorn.Server):
             print(self._url, flush=True)
             if self._ready_file:
                 write_atomic(self._ready_file, self._url.encode())
-
-
-def _listen(host: str, port: int) -> socket.socket:
-    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listener.bind((host, port))
-    except OSError as error:
-        listener.close()
-        raise PreflightError(
-            f"cannot listen on {host}:{port}: {error.strerror}; choose another --port or 0"
-        ) from error
-    listener.listen(1024)
-    return listener

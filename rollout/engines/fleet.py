@@ -29,6 +29,8 @@ class EngineHandle(Protocol):
 
     url: str
 
+    @property
+    def pid(self) -> int: ...
     def start(self) -> str: ...
     def restart(self) -> str: ...
     def stop(self) -> None: ...
@@ -113,6 +115,11 @@ class EngineFleet:
 
     def __exit__(self, *_: object) -> None:
         self.stop()
+
+    @property
+    def handles(self) -> tuple[EngineHandle, ...]:
+        """Who owns the servers."""
+        return tuple(member.handle for member in self._members)
 
     @property
     def version(self) -> int:

@@ -31,7 +31,7 @@ def tensor_digest(tensor: Tensor) -> str:
         chunk = words[start : start + _CHUNK_WORDS].to(torch.int64)
         place = torch.arange(start + 1, start + 1 + chunk.numel(), device=tensor.device)
         plain += chunk.sum()
-        weighted += chunk.mul_(place).sum()
+        weighted += (chunk * place).sum()
     mask = (1 << 64) - 1
     head = f"{dtype_name(tensor.dtype)}{list(tensor.shape)}"
     return f"{head}:{int(plain) & mask:016x}{int(weighted) & mask:016x}"

@@ -8,11 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from rollout.embedded.random_model import write_random_model
+from rollout.embedded.random_model import RandomModelSpec, write_random_model
 from rollout.engines import EngineProcess
 from slime_cua.config.rollout import EngineConfig
 
 SGLANG_URL = os.environ.get("SLIME_CUA_SGLANG_URL", "")
+MODEL_SPEC = RandomModelSpec(
+    hidden=64, layers=2, heads=2, kv_heads=1, head_dim=32, vision_hidden=32, vision_depth=1
+)
 ENGINE_CONFIG = EngineConfig(
     kind="embedded", dtype="fp32", max_batch=8, max_context_tokens=4096, request_timeout_s=60
 )
@@ -21,7 +24,7 @@ ENGINE_CONFIG = EngineConfig(
 @pytest.fixture(scope="session")
 def engine_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random model's folder."""
-    return write_random_model(tmp_path_factory.mktemp("engine") / "model")
+    return write_random_model(tmp_path_factory.mktemp("engine") / "model", MODEL_SPEC)
 
 
 @pytest.fixture(scope="session")

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import httpx
@@ -15,11 +16,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from rollout.embedded.random_model import RandomModelSpec, write_random_model
+from rollout.embedded.random_model import write_random_model
 from rollout.engines import EngineProcess
 from slime_cua.core.errors import CheckpointError
 from slime_cua.trainer.publisher import BroadcastPublisher, DiskPublisher, WeightPublisher
-from tests.contract.conftest import ENGINE_CONFIG
+from tests.contract.conftest import ENGINE_CONFIG, MODEL_SPEC
 from tests.contract.engine_requests import generate, logps, png, post, processor_of, text_ids
 
 OTHER_SEED = 7
@@ -46,7 +47,7 @@ def old(engine_model: Path) -> dict[str, Tensor]:
 
 @pytest.fixture(scope="module")
 def new_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_random_model(tmp_path_factory.mktemp("new"), RandomModelSpec(seed=OTHER_SEED))
+    return write_random_model(tmp_path_factory.mktemp("new"), replace(MODEL_SPEC, seed=OTHER_SEED))
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +56,7 @@ def new(new_folder: Path) -> dict[str, Tensor]:
 
 
 def publisher_of(kind: str, folder: Path) -> WeightPublisher:
-    return DiskPublisher(folder) if kind == "disk" else BroadcastPublisher(bucket_bytes=1 << 20, timeout_s=20)
+    return DiskPublisher(folder) if kind == "disk" else BroadcastPublisher(bucket_bytes=1 << 17, timeout_s=20)
 
 
 def checksums(url: str) -> dict[str, str]:
@@ -116,7 +117,7 @@ def test_a_publish_aborts_what_runs_and_each_piece_has_its_one_version(
         piece = running.result()
     assert piece["meta_info"]["finish_reason"]["type"] == "abort"
     assert piece["meta_info"]["weight_version"] == "10"
-    rest = generate(url, [*text_ids(82, 10), *piece["output_ids"][:50]])
+    rest = generate(url, text_ids(82, 10))
     assert rest["meta_info"]["weight_version"] == "11"
 
 
@@ -149,7 +150,7 @@ def test_a_broadcast_with_an_unknown_name_leaves_the_engine_out_of_traffic_until
     engines: list[EngineProcess], old: dict[str, Tensor], new: dict[str, Tensor]
 ) -> None:
     url = engines[0].url
-    publisher = BroadcastPublisher(bucket_bytes=1 << 20, timeout_s=20)
+    publisher = BroadcastPublisher(bucket_bytes=1 << 17, timeout_s=20)
     try:
         extra = {**new, "model.visual.surprise": torch.zeros(4)}
         report = publisher.publish(extra.items(), 21, [url])
@@ -199,7 +200,7 @@ def test_an_engine_that_dies_in_a_publish_is_named_and_the_others_are_mended_by_
     survivor = engines[0].url
     doomed = EngineProcess(ENGINE_CONFIG, engine_model, tmp_path / "doomed.log")
     doomed.start()
-    publisher = BroadcastPublisher(bucket_bytes=1 << 18, timeout_s=20)
+    publisher = BroadcastPublisher(bucket_bytes=1 << 16, timeout_s=20)
 
     def stream() -> Iterator[tuple[str, Tensor]]:
         for index, (name, tensor) in enumerate(old.items()):
@@ -234,7 +235,7 @@ def test_weights_that_are_not_finite_never_leave_the_trainer(
 def test_a_disk_publish_keeps_whole_checkpoints_of_the_last_versions(
     engines: list[EngineProcess], old: dict[str, Tensor], tmp_path: Path
 ) -> None:
-    publisher = DiskPublisher(tmp_path, keep=2, shard_bytes=4 << 20)
+    publisher = DiskPublisher(tmp_path, keep=2, shard_bytes=1 << 18)
     for number in (61, 62, 63):
         report = publisher.publish(old.items(), number, [engines[0].url])
     assert sorted(path.name for path in tmp_path.iterdir()) == ["v62", "v63"]
