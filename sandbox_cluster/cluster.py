@@ -34,13 +34,19 @@ class LocalCluster:
     """`url` and `token` are set inside the block. Works with `with` and `async with`."""
 
     def __init__(
-        self, config: SandboxConfig, state_dir: Path, *, host_id: str = "", start_timeout_s: float = 60.0
+        self,
+        config: SandboxConfig,
+        state_dir: Path,
+        *,
+        host_id: str = "",
+        start_timeout_s: float = 60.0,
+        host_arguments: tuple[str, ...] = (),
     ) -> None:
         self.config, self.state_dir = config, state_dir
         self.url, self.token = "", ""
         mark = hashlib.sha256(str(state_dir.resolve()).encode()).hexdigest()[:8]
         self._host_id = host_id or f"run-{mark}"
-        self._start_timeout_s = start_timeout_s
+        self._start_timeout_s, self._host_arguments = start_timeout_s, host_arguments
         self._host_token = ""
         self.gateway: Service | None = None
         self.host: Service | None = None
@@ -82,6 +88,7 @@ class LocalCluster:
                 self._host_id,
                 "--state",
                 str(self.state_dir / "host"),
+                *self._host_arguments,
             ],
             {HOST_TOKENS: f"run:{self._host_token}"},
             self.state_dir / "host.log",

@@ -1,0 +1,299 @@
+"""Seeded chaos over gateway, host, desktops, judges, clients and the wires between them.
+
+At the end: no leaked process, mount, port or lease; no action ran twice; no desktop had two owners; no failure became a score.
+`SLIME_CUA_CHAOS_EVENTS=200` makes it long; every run prints its seed and what it did.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import random
+import resource
+import signal
+import socket
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+
+from sandbox_cluster.client import SandboxClient
+from sandbox_cluster.cluster import LocalCluster
+from slime_cua.config.sandbox import SandboxConfig
+from slime_cua.core.errors import PreflightError
+from tests.e2e.chaos_parts import BreakingProxy, Ledger, episode
+
+NUM_EVENTS = int(os.environ.get("SLIME_CUA_CHAOS_EVENTS", "30"))
+SEED = int(os.environ.get("SLIME_CUA_CHAOS_SEED", "7"))
+NUM_WORKERS = 3
+TTL_S = 4.0
+
+
+@dataclass
+class Chaos:
+    """The cluster under attack. Each attack returns when the thing attacked works again."""
+
+    cluster: LocalCluster
+    to_gateway: BreakingProxy
+    to_host: BreakingProxy
+    random: random.Random
+    workers: list[asyncio.Task[None]]
+    happened: Counter[str] = field(default_factory=Counter)
+    children: dict[int, float] = field(default_factory=dict)
+
+    def attacks(self) -> list[tuple[int, Callable[[], Awaitable[str]]]]:
+        return [
+            (2, self.kill_gateway),
+            (2, self.kill_host),
+            (3, self.freeze_gateway),
+            (3, self.freeze_host),
+            (4, self.break_reply),
+            (4, self.break_host_reply),
+            (4, self.kill_desktop),
+            (5, self.kill_judge),
+            (3, self.lose_client),
+            (2, self.fill_disk),
+            (1, self.take_port),
+        ]
+
+    async def attack(self) -> None:
+        weights, choices = zip(*self.attacks(), strict=True)
+        [chosen] = self.random.choices(choices, weights)
+        self.happened[await chosen()] += 1
+
+    def note_children(self) -> None:
+        for service in (self.cluster.gateway, self.cluster.host):
+            with contextlib.suppress(psutil.Error):
+                assert service is not None
+                parent = psutil.Process(service.process.pid)
+                for one in (parent, *parent.children(recursive=True)):
+                    self.children.setdefault(one.pid, one.create_time())
+
+    async def kill_gateway(self) -> str:
+        assert self.cluster.gateway
+        port = self.cluster.gateway.port
+        self.cluster.gateway.process.kill()
+        self.cluster.gateway.stop()
+        await asyncio.to_thread(self.cluster.start_gateway, port)
+        return "gateway killed"
+
+    async def kill_host(self) -> str:
+        assert self.cluster.host
+        self.note_children()
+        self.cluster.host.process.kill()
+        self.cluster.host.stop()
+        await asyncio.to_thread(self.cluster.start_host)
+        return "host killed"
+
+    async def freeze_gateway(self) -> str:
+        assert self.cluster.gateway
+        return await self._freeze(self.cluster.gateway.process.pid, "gateway stopped for a while")
+
+    async def freeze_host(self) -> str:
+        assert self.cluster.host
+        return await self._freeze(self.cluster.host.process.pid, "host stopped for a while")
+
+    async def _freeze(self, pid: int, name: str) -> str:
+        os.kill(pid, signal.SIGSTOP)
+        await asyncio.sleep(self.random.uniform(0.3, 1.5))
+        os.kill(pid, signal.SIGCONT)
+        return name
+
+    async def break_reply(self) -> str:
+        fault = self.random.choice(["drop", "slow", "cut", "corrupt"])
+        self.to_gateway.armed.append(fault)
+        return f"client's reply: {fault}"
+
+    async def break_host_reply(self) -> str:
+        fault = self.random.choice(["drop", "slow", "cut"])
+        self.to_host.armed.append(fault)
+        return f"gateway's reply: {fault}"
+
+    async def kill_desktop(self) -> str:
+        return self._kill_child(
+            lambda line: "bwrap" in line[0] and "/job/runner.py" not in line, "desktop killed"
+        )
+
+    async def kill_judge(self) -> str:
+        for _ in range(40):
+            done = self._kill_child(lambda line: "/job/runner.py" in line, "judge killed")
+            if done != "nothing to kill":
+                return done
+            await asyncio.sleep(0.03)
+        return "nothing to kill"
+
+    def _kill_child(self, is_wanted: Callable[[list[str]], bool], name: str) -> str:
+        assert self.cluster.host
+        found = []
+        with contextlib.suppress(psutil.Error):
+            for child in psutil.Process(self.cluster.host.process.pid).children(recursive=True):
+                with contextlib.suppress(psutil.Error):
+                    line = child.cmdline()
+                    if line and is_wanted(line):
+                        found.append(child)
+        if not found:
+            return "nothing to kill"
+        self.note_children()
+        with contextlib.suppress(psutil.Error):
+            self.random.choice(found).kill()
+        return name
+
+    async def lose_client(self) -> str:
+        self.random.choice(self.workers).cancel("lost")
+        return "client lost"
+
+    async def fill_disk(self) -> str:
+        assert self.cluster.gateway
+        pid = self.cluster.gateway.process.pid
+        old = resource.prlimit(pid, resource.RLIMIT_FSIZE)
+        resource.prlimit(pid, resource.RLIMIT_FSIZE, (0, old[1]))
+        await asyncio.sleep(self.random.uniform(0.3, 1.0))
+        resource.prlimit(pid, resource.RLIMIT_FSIZE, old)
+        return "gateway's disk full for a while"
+
+    async def take_port(self) -> str:
+        assert self.cluster.gateway
+        port = self.cluster.gateway.port
+        self.cluster.gateway.process.kill()
+        self.cluster.gateway.stop()
+        with socket.socket() as thief:
+            thief.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            thief.bind(("127.0.0.1", port))
+            thief.listen()
+            with pytest.raises(PreflightError, match="is in use"):
+                await asyncio.to_thread(self.cluster.start_gateway, port)
+        await asyncio.to_thread(self.cluster.start_gateway, port)
+        return "gateway's port taken"
+
+
+async def worker(number: int, make_client: Callable[[], SandboxClient], ledger: Ledger) -> None:
+    """Episodes one after another. When it is lost its client goes without a word: nothing is released."""
+    count = 0
+    while True:
+        client = make_client()
+        playing = asyncio.ensure_future(
+            episode(client, f"w{number}-{count}-{random.getrandbits(48):x}", ledger)
+        )
+        count += 1
+        try:
+            await asyncio.wait({playing})
+            playing.result()
+        except asyncio.CancelledError as error:
+            await client.close()
+            playing.cancel()
+            await asyncio.gather(playing, return_exceptions=True)
+            if error.args != ("lost",):
+                raise
+            ledger.outcomes["client lost"] += 1
+        await client.close()
+
+
+def config_of(provider: str) -> SandboxConfig:
+    return SandboxConfig(
+        provider=provider,  # type: ignore[arg-type]
+        num_desktops=NUM_WORKERS,
+        num_spares=1,
+        screen_wh_px=(320, 200),
+        acquire_timeout_s=20.0,
+        setup_timeout_s=8.0,
+        step_timeout_s=8.0,
+        execute_timeout_s=6.0,
+        evaluate_timeout_s=10.0,
+        settle_quiet_ms=0,
+        settle_max_ms=0,
+    )
+
+
+async def no_lease_is_left(cluster: LocalCluster) -> list[object]:
+    """What is left of leases after a few times their life."""
+    left: list[object] = []
+    async with httpx.AsyncClient(base_url=cluster.url, trust_env=False) as http:
+        for _ in range(60):
+            headers = {"authorization": f"Bearer {cluster.token}"}
+            left = (await http.get("/v1/leases", headers=headers)).json()
+            hosts = (await http.get("/v1/hosts", headers=headers)).json()
+            if not left and sum(host["num_leased"] for host in hosts) == 0:
+                return []
+            await asyncio.sleep(0.25)
+    return left or ["a host still counts a lease"]
+
+
+async def still_works(ledger: Ledger) -> bool:
+    """After the chaos every worker gets through an episode again."""
+    before = ledger.outcomes["valid"]
+    for _ in range(600):
+        if ledger.outcomes["valid"] >= before + NUM_WORKERS:
+            return True
+        await asyncio.sleep(0.1)
+    return False
+
+
+def still_running(children: dict[int, float], timeout_s: float = 10.0) -> list[int]:
+    end = time.monotonic() + timeout_s
+    while True:
+        alive = []
+        for pid, created in children.items():
+            with contextlib.suppress(psutil.Error):
+                one = psutil.Process(pid)
+                if one.create_time() == created and one.status() != psutil.STATUS_ZOMBIE:
+                    alive.append(pid)
+        if not alive or time.monotonic() > end:
+            return alive
+        time.sleep(0.2)
+
+
+def mounts() -> int:
+    return len(Path("/proc/self/mounts").read_text().splitlines())
+
+
+@pytest.mark.timeout(0)
+@pytest.mark.parametrize("provider", ["fake", pytest.param("local", marks=pytest.mark.desktop)])
+async def test_nothing_leaks_lies_or_acts_twice(provider: str, tmp_path: Path) -> None:
+    ledger, num_mounts = Ledger(), mounts()
+    async with BreakingProxy() as to_gateway, BreakingProxy() as to_host:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            to_host.target = probe.getsockname()[1]
+        arguments = ("--port", str(to_host.target), "--advertise", f"http://127.0.0.1:{to_host.port}")
+        config = config_of(provider)
+        async with LocalCluster(config, tmp_path, host_arguments=arguments) as cluster:
+            assert cluster.gateway
+            to_gateway.target = cluster.gateway.port
+            url = f"http://127.0.0.1:{to_gateway.port}"
+            workers = [
+                asyncio.create_task(
+                    worker(number, lambda: SandboxClient(url, cluster.token, config, ttl_s=TTL_S), ledger)
+                )
+                for number in range(NUM_WORKERS)
+            ]
+            chaos = Chaos(cluster, to_gateway, to_host, random.Random(SEED), workers)
+            try:
+                for _ in range(NUM_EVENTS):
+                    await asyncio.sleep(chaos.random.uniform(0.1, 0.5))
+                    await chaos.attack()
+                    assert not [one for one in workers if one.done()], ledger
+                to_gateway.armed.clear()
+                to_host.armed.clear()
+                assert await still_works(ledger), "no episode is valid after the last event"
+            finally:
+                for one in workers:
+                    one.cancel()
+                await asyncio.gather(*workers, return_exceptions=True)
+            print(
+                f"seed {SEED}: {dict(chaos.happened)}; met {dict(to_gateway.met + to_host.met)}; {dict(ledger.outcomes)}"
+            )
+            assert await no_lease_is_left(cluster) == []
+            chaos.note_children()
+            port = cluster.gateway.port
+    assert ledger.wrong == []
+    assert still_running(chaos.children) == []
+    assert mounts() == num_mounts
+    with socket.socket() as free:
+        free.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        free.bind(("127.0.0.1", port))
