@@ -10,7 +10,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "evaluate": ("slime_cua.evaluate:main", "score a checkpoint on tasks"),
     "sandbox": ("sandbox_cluster.cli:main", "gateway and host agents for desktops"),
     "tasks": ("sandbox_cluster.tasks.cli:main", "check task files"),
-    "convert": ("slime_cua.convert.cli:main", "Megatron checkpoints to Hugging Face and back"),
+    "convert": ("slime_cua.launch.convert:main", "Megatron checkpoints to Hugging Face and back"),
     "doctor": ("slime_cua.launch.doctor:main", "what this machine has and lacks"),
     "report": ("slime_cua.observability.report:main", "write the one-page HTML report of a run"),
 }

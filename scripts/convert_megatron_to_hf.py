@@ -1,0 +1,11 @@
+"""Turn a Megatron checkpoint into a Hugging Face folder: the same as `slime-cua convert to-hf`."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from slime_cua.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main(["convert", "to-hf", *sys.argv[1:]]))

@@ -1,0 +1,55 @@
+"""`slime-cua convert`: Hugging Face folders to Megatron checkpoints and back, through a trainer of any layout here."""
+
+from __future__ import annotations
+
+import argparse
+
+EXAMPLES = """
+  slime-cua convert to-megatron --hf models/tiny --out runs/start --tp 2
+  slime-cua convert to-hf --checkpoint runs/mine/checkpoints --hf models/tiny --out models/trained
+"""
+
+
+def main(arguments: list[str]) -> int:
+    """Run the command line; its exit code. Raises CheckpointError or ConfigError with the reason."""
+    options = _parser().parse_args(arguments)
+    from slime_cua.config.trainer import ParallelConfig, TrainerConfig
+    from slime_cua.trainer.group import LocalTrainerGroup
+
+    # Weights restored for an export pass through float32, which holds every dtype that comes in.
+    dtype = options.dtype if options.way == "to-megatron" else "fp32"
+    with LocalTrainerGroup(TrainerConfig(parallel=ParallelConfig(tp=options.tp), dtype=dtype)) as trainer:
+        trainer.call("load", options.hf)
+        if options.way == "to-megatron":
+            print(trainer.call("save", options.out, 0))
+            return 0
+        step = trainer.call("restore", options.checkpoint)
+        trainer.call("export_hf", options.out, options.dtype)
+        print(f"step {step} -> {options.out}")
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="slime-cua convert",
+        description=__doc__,
+        epilog=f"examples:{EXAMPLES}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    ways = parser.add_subparsers(dest="way", required=True)
+    start = ways.add_parser("to-megatron", help="a checkpoint that a run of any TP and DP can resume from")
+    start.add_argument("--hf", required=True, help="Hugging Face checkpoint folder")
+    start.add_argument("--out", required=True, help="folder that gets step_00000000")
+    start.add_argument("--dtype", choices=("fp32", "bf16"), default="bf16", help="dtype of the weights")
+    end = ways.add_parser("to-hf", help="a Hugging Face folder from a run's checkpoint")
+    end.add_argument("--checkpoint", required=True, help="a step_XXXXXXXX folder, or its parent: the newest")
+    end.add_argument(
+        "--hf",
+        required=True,
+        help="folder that the run started from: config, tokenizer and processor files are copied, tensor names, dtypes and shards kept",
+    )
+    end.add_argument("--out", required=True, help="Hugging Face folder to write")
+    end.add_argument("--dtype", choices=("source", "fp32", "bf16"), default="source", help="dtype written")
+    for way in (start, end):
+        way.add_argument("--tp", type=int, default=1, help="tensor-parallel size of the conversion")
+    return parser
