@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from rollout.actions import error_text, parse
 from rollout.context import ContextPolicy
@@ -25,7 +25,7 @@ from slime_cua.core.errors import ActionParseError, InfrastructureError
 from slime_cua.core.types import Episode, ImageRef, Observation, StopReason, Task, Turn
 from slime_cua.data.images import ImageStore
 
-OnVersion = Callable[[int], None]
+OnRequest = Callable[[], None]
 
 
 @dataclass
@@ -45,13 +45,14 @@ class EpisodeRunner:
         *,
         episode_id: str,
         group_id: str,
-        on_version: OnVersion = lambda version: None,
+        on_request: OnRequest = lambda: None,
     ) -> Episode:
-        """The finished episode; never raises but for cancellation and our own bugs. `on_version` hears what sampled."""
+        """The finished episode; never raises but for cancellation and our own bugs. `on_request` is called before each request:
+        from then on the episode may hold tokens of the current weights."""
         trace = _Trace(episode_id, group_id, task.id)
         try:
             async with asyncio.timeout(self.config.episode_timeout_s):
-                await self._play(task, desktop, policy, trace, on_version)
+                await self._play(task, desktop, policy, trace, on_request)
                 with trace.phase("judge"):
                     reply = await desktop.evaluate(task, trace.last_action())
                 trace.reward = reply.score
@@ -66,7 +67,7 @@ class EpisodeRunner:
         return trace.finish()
 
     async def _play(
-        self, task: Task, desktop: DesktopPort, policy: PolicyPort, trace: _Trace, on_version: OnVersion
+        self, task: Task, desktop: DesktopPort, policy: PolicyPort, trace: _Trace, on_request: OnRequest
     ) -> None:
         with trace.phase("setup"):
             await desktop.setup(task)
@@ -79,7 +80,7 @@ class EpisodeRunner:
             if stream.num_tokens > room:
                 trace.stop_reason = "max_tokens"
                 return
-            turn = await self._turn(index, desktop, policy, stream, trace, on_version)
+            turn = await self._turn(index, desktop, policy, stream, trace, on_request)
             trace.turns.append(turn)
             if isinstance(turn.action, TerminateAction):
                 trace.stop_reason = "terminated"
@@ -96,17 +97,19 @@ class EpisodeRunner:
         policy: PolicyPort,
         stream: EpisodeRenderer,
         trace: _Trace,
-        on_version: OnVersion,
+        on_request: OnRequest,
     ) -> Turn:
         prompt = stream.prompt()
+        on_request()
         with trace.phase("generate"):
-            sampled = await self._sample(policy, prompt.ids, prompt.images, trace.episode_id)
-        for version in set(sampled.versions):
-            on_version(version)
+            answer = await self._sample(policy, prompt.ids, prompt.images, trace.episode_id)
+        sampled = self._without_placeholder(answer)
         stream.add_response(sampled.ids)
         text = self._text(sampled.ids)
         action, format_error, observation = None, None, None
         try:
+            if sampled is not answer:
+                raise ActionParseError("image_token", "a response cannot hold an image")
             action = parse(text, space=self.renderer.space)
         except ActionParseError as error:
             format_error = error.code
@@ -130,6 +133,18 @@ class EpisodeRunner:
             format_error=format_error,
             observation=observation,
             timings_s=trace.take_timings(),
+        )
+
+    def _without_placeholder(self, sampled: Sampled) -> Sampled:
+        """The tokens before a sampled image placeholder: with it, the response could not be a prompt again (I1)."""
+        marks = [
+            position for position, token in enumerate(sampled.ids) if token in self.renderer.placeholder_ids
+        ]
+        if not marks:
+            return sampled
+        end = marks[0]
+        return replace(
+            sampled, ids=sampled.ids[:end], logp=sampled.logp[:end], versions=sampled.versions[:end]
         )
 
     def _text(self, ids: Sequence[int]) -> str:

@@ -18,7 +18,7 @@ from rollout.ports import DesktopPort, PolicyPort
 from slime_cua.core.errors import InfrastructureError
 from slime_cua.core.types import Episode, Task
 
-OnVersion = Callable[[int], None]
+OnRequest = Callable[[], None]
 
 
 class Desktops(Protocol):
@@ -71,7 +71,7 @@ class Player:
         *,
         group_id: str,
         episode_id: str,
-        on_version: OnVersion = lambda version: None,
+        on_request: OnRequest = lambda: None,
     ) -> Episode:
         """The episode; an unavailable desktop makes it invalid, it never raises for that."""
         started_s = time.time()
@@ -85,7 +85,7 @@ class Player:
                         policy,
                         episode_id=episode_id,
                         group_id=group_id,
-                        on_version=on_version,
+                        on_request=on_request,
                     )
             except InfrastructureError as error:
                 return Episode(

@@ -21,8 +21,8 @@ from slime_cua.core.errors import SlimeCuaError
 from slime_cua.core.types import Episode, EpisodeGroup, Task
 from slime_cua.data.episodes import EpisodeStore
 
-PlayEpisode = Callable[[Task, str, str, Callable[[int], None]], Awaitable[Episode]]
-"""(task, group_id, episode_id, on_version) -> episode."""
+PlayEpisode = Callable[[Task, str, str, Callable[[], None]], Awaitable[Episode]]
+"""(task, group_id, episode_id, on_request) -> episode; on_request is called before each request to the policy."""
 MIN_VALID_EPISODES = 2
 """A group with fewer has no baseline: it is dropped and counted."""
 MAX_CONSECUTIVE_DROPS = 12
@@ -112,7 +112,7 @@ class RolloutWorker:
                     self.tasks[task_id],
                     group_id,
                     episode_id,
-                    lambda version: self.scheduler.record_version(group_id, version),
+                    lambda: self.scheduler.record_version(group_id, self.scheduler.version),
                 ),
                 group_id=group_id,
                 task_id=task_id,

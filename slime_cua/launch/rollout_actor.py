@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from rollout.engines.policy import EnginePolicy
 from rollout.episode import EpisodeRunner
 from rollout.metrics import batch_metrics
 from rollout.player import Player
+from rollout.ports import PolicyPort
 from rollout.renderer import Renderer
 from rollout.scheduler import Scheduler
 from rollout.sweep import Item, sweep
@@ -36,8 +38,18 @@ class RolloutActor:
         self, config: dict[str, Any], hf_dir: str, gateway_url: str, token: str, run_dir: str
     ) -> None:
         self.config = RunConfig.model_validate(config)
-        rollout = self.config.rollout
         self.run_dir = Path(run_dir)
+        self._arguments = (hf_dir, gateway_url, token)
+        output_to(self.run_dir / "logs" / "rollout.log")
+        self.worker: RolloutWorker | None = None
+        self._family_of: dict[str, str] = {}
+        self._progress = (0, 0)
+        self._num_ended = 0
+
+    async def open(self) -> None:
+        """Load what episodes need. Apart from the constructor, so that a failure comes back as itself."""
+        hf_dir, gateway_url, token = self._arguments
+        rollout = self.config.rollout
         self.images = ImageStore(self.run_dir / "images")
         space = ActionSpace.from_config(rollout.action_space)
         self.renderer = Renderer.from_config(hf_dir, rollout.renderer, space)
@@ -49,17 +61,14 @@ class RolloutActor:
         )
         runner = EpisodeRunner(rollout, self.renderer, context_policy(rollout.context), self.images)
         self.player = Player(runner, self.desktops, self.config.sandbox.num_desktops)
-        self.worker: RolloutWorker | None = None
-        self._family_of: dict[str, str] = {}
-        self._progress = (0, 0)
 
     async def set_engines(self, urls: Sequence[str], min_version: int) -> None:
         """Use these engines; answers from older weights are not taken."""
         self.engines.set_engines(urls, min_version)
 
-    async def progress(self) -> tuple[int, int]:
-        """(finished, of how many) of the sweep that runs."""
-        return self._progress
+    async def progress(self) -> tuple[int, int, int]:
+        """(finished, of how many) of the sweep that runs; episodes that ended so far, in whatever way."""
+        return (*self._progress, self._num_ended)
 
     async def demonstrate(self, name: str, tasks: list[Task], num_episodes: int) -> list[Episode]:
         """Scripted demonstrations, `num_episodes` of them over `tasks` in turn, kept in episodes/NAME.jsonl."""
@@ -69,7 +78,7 @@ class RolloutActor:
                 task, seed=_number(group_id) + self.config.seed, config=self.config.sft.teacher
             )
             policy = TeacherPolicy(teacher, self._encode)
-            return await self.player.play(task, policy, group_id=group_id, episode_id=episode_id)
+            return await self._play(task, policy, group_id, episode_id)
 
         items = [Item(f"{name}-{n:05d}", tasks[n % len(tasks)]) for n in range(num_episodes)]
         return await self._sweep(name, items, play)
@@ -80,7 +89,7 @@ class RolloutActor:
         policy = EnginePolicy(self.engines, sampling)
 
         async def play(task: Task, group_id: str, episode_id: str) -> Episode:
-            return await self.player.play(task, policy, group_id=group_id, episode_id=episode_id)
+            return await self._play(task, policy, group_id, episode_id)
 
         return await self._sweep(name, [Item(f"{name}-{n:05d}", task) for n, task in enumerate(tasks)], play)
 
@@ -101,11 +110,13 @@ class RolloutActor:
             sampler,
             scheduler,
             store,
-            lambda task, group_id, episode_id, on_version: self.player.play(
-                task, policy, group_id=group_id, episode_id=episode_id, on_version=on_version
+            lambda task, group_id, episode_id, on_version: self._play(
+                task, policy, group_id, episode_id, on_version
             ),
         )
+        late = roll_back(store, scheduler, 0 if state is None else state["store_bytes"])
         if state is not None:
+            sampler.update({group.task_id: _rewards(group) for group in late})
             self.worker.restore_finished(store)
         self.worker.start()
 
@@ -133,7 +144,7 @@ class RolloutActor:
 
     async def state(self) -> dict[str, Any]:
         assert self.worker is not None
-        return self.worker.state_dict()
+        return {**self.worker.state_dict(), "store_bytes": self.worker.store.num_bytes}
 
     async def stop_training(self) -> None:
         """Cancel running groups; their desktops go back."""
@@ -144,6 +155,20 @@ class RolloutActor:
     async def close(self) -> None:
         await self.stop_training()
         await self.desktops.close()
+
+    async def _play(
+        self,
+        task: Task,
+        policy: PolicyPort,
+        group_id: str,
+        episode_id: str,
+        on_version: Callable[[int], None] = lambda version: None,
+    ) -> Episode:
+        episode = await self.player.play(
+            task, policy, group_id=group_id, episode_id=episode_id, on_version=on_version
+        )
+        self._num_ended += 1
+        return episode
 
     async def _sweep(self, name: str, items: list[Item], play: Any) -> list[Episode]:
         def note(done: int, total: int) -> None:
@@ -160,6 +185,31 @@ class RolloutActor:
 
     def _encode(self, action: Action) -> tuple[int, ...]:
         return self.renderer.answer_ids(format_action(action, self.config.rollout.action_space.family))
+
+
+def roll_back(store: EpisodeStore, scheduler: Scheduler, num_bytes: int) -> list[EpisodeGroup]:
+    """Bring the store to the state of a checkpoint that saw its first `num_bytes`; the groups that stay from later.
+
+    Later groups that the checkpoint had admitted and that only its own or older weights sampled are as good as before. All
+    others belong to a future that will not be: their ids are given again.
+    """
+
+    def is_kept(group: EpisodeGroup) -> bool:
+        versions = [v for e in group.episodes for t in e.turns for v in t.response_versions]
+        return group.group_id in scheduler.groups and max(versions, default=0) <= scheduler.version
+
+    return store.rewind(num_bytes, is_kept)
+
+
+def output_to(path: Path) -> None:
+    """Standard output and error of this process go to the end of `path`."""
+    with path.open("ab", buffering=0) as log:
+        os.dup2(log.fileno(), 1)
+        os.dup2(log.fileno(), 2)
+
+
+def _rewards(group: EpisodeGroup) -> list[float | None]:
+    return [episode.reward if episode.is_valid else None for episode in group.episodes]
 
 
 def _number(key: str) -> int:
