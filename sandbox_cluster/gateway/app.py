@@ -54,7 +54,7 @@ class Gateway:
         started = time.monotonic()
         outcome = "error"
         try:
-            with self.broker.in_flight(lease):
+            with self.broker.leases.in_flight(lease):
                 reply = await self.upstream.call(
                     host, request.method, f"/v1/leases/{lease.lease_id}/{call}{query}", body, timeout_s
                 )
@@ -121,26 +121,26 @@ def _service_routes(app: FastAPI, gateway: Gateway) -> None:
     @app.get("/metrics")
     async def metrics(request: Request) -> Response:
         gateway.clients.principal(request)
-        gateway.metrics.observe(gateway.broker.hosts, gateway.broker.leases)
+        gateway.metrics.observe(gateway.broker.hosts, gateway.broker.leases.by_id)
         return Response(gateway.metrics.render(), media_type="text/plain; version=0.0.4")
 
 
 def _lease_routes(app: FastAPI, gateway: Gateway) -> None:
-    broker = gateway.broker
+    broker, leases = gateway.broker, gateway.broker.leases
 
     @app.post("/v1/leases", response_model=api.Lease)
     async def acquire(request: Request, body: api.AcquireRequest) -> api.Lease:
         principal = gateway.clients.principal(request)
         lease = await broker.acquire(principal, body, lambda: wait_disconnect(request))
-        return broker.lease_body(lease)
+        return leases.body(lease)
 
     @app.get("/v1/leases", response_model=list[api.LeaseView])
-    async def leases(request: Request) -> list[api.LeaseView]:
-        return broker.views(gateway.clients.principal(request))
+    async def list_leases(request: Request) -> list[api.LeaseView]:
+        return leases.views(gateway.clients.principal(request))
 
     @app.post("/v1/leases/{lease_id}/heartbeat", response_model=api.Lease)
     async def heartbeat(request: Request, lease_id: str) -> api.Lease:
-        return broker.lease_body(broker.use(lease_id, gateway.clients.principal(request)))
+        return leases.body(leases.use(lease_id, gateway.clients.principal(request)))
 
     @app.delete("/v1/leases/{lease_id}", status_code=204)
     async def release(request: Request, lease_id: str) -> Response:
@@ -149,9 +149,9 @@ def _lease_routes(app: FastAPI, gateway: Gateway) -> None:
 
     @app.post("/v1/leases/{lease_id}/reset", response_model=api.Lease)
     async def reset(request: Request, lease_id: str) -> Any:
-        lease = broker.use(lease_id, gateway.clients.principal(request))
+        lease = leases.use(lease_id, gateway.clients.principal(request))
         reply = await gateway.forward(lease, "reset", request, 90.0)
-        return broker.lease_body(lease) if reply.status_code == 200 else reply
+        return leases.body(lease) if reply.status_code == 200 else reply
 
 
 def _call_routes(app: FastAPI, gateway: Gateway) -> None:
@@ -159,7 +159,7 @@ def _call_routes(app: FastAPI, gateway: Gateway) -> None:
         name: str, method: str, body: type[BaseModel] | None, reply: type[BaseModel] | None, default_s: float
     ) -> None:
         async def call(request: Request, lease_id: str) -> Response:
-            lease = gateway.broker.use(lease_id, gateway.clients.principal(request))
+            lease = gateway.broker.leases.use(lease_id, gateway.clients.principal(request))
             return await gateway.forward(lease, name, request, default_s)
 
         content = {"application/json": {"schema": body.model_json_schema()}} if body else None

@@ -70,16 +70,14 @@ class Hosts:
         now = time.monotonic()
         self.by_id = {host.host_id: Host(host, now) for host in state.hosts()}
 
-    def register(self, registration: HostRegistration) -> bool:
-        """Add or renew a host. True when its desktops of before are gone (a new epoch)."""
-        old = self.by_id.get(registration.host_id)
-        is_new_life = old is not None and old.registration.epoch != registration.epoch
+    def register(self, registration: HostRegistration) -> None:
+        """Add or renew a host. Raises ApiError when it cannot be written."""
         self._state.put_host(registration)
-        host = Host(registration, time.monotonic())
-        if old is not None:
-            host.leases, host.num_placing = old.leases, old.num_placing
-        self.by_id[registration.host_id] = host
-        return is_new_life
+        now = time.monotonic()
+        host = self.by_id.setdefault(registration.host_id, Host(registration, now))
+        host.registration, host.last_beat_mono = registration, now
+        host.is_lost = host.is_draining = False
+        host.num_ready, host.avoid_until_mono = 0, 0.0
 
     def beat(self, host_id: str, beat: HostBeat) -> Host:
         """Note a sign of life. Raises ApiError `not_found` (register again) or `conflict` (another agent has the id)."""

@@ -50,7 +50,7 @@ class PassThrough:
 
     async def handle(self, request: Request, secret: str, path: str) -> Response:
         """Send the request to the desktop's OSWorld server. Unknown or ended secret: 401."""
-        lease = self._broker.use_secret(secret)
+        lease = self._broker.leases.use_secret(secret)
         body = await request.body()
         content_type = request.headers.get("content-type", "")
         if request.method == "GET":
@@ -93,7 +93,7 @@ class PassThrough:
         host = self._broker.hosts.by_id[lease.host_id].registration
         headers = {"content-type": content_type} if content_type else {}
         try:
-            with self._broker.in_flight(lease):
+            with self._broker.leases.in_flight(lease):
                 reply = await self._upstream.call(host, request.method, target, body, CALL_S, headers)
         except ApiError as error:
             return _failure(error, request.method)

@@ -120,18 +120,17 @@ class Pool:
             async with asyncio.timeout(wait_s):
                 return await waiter
         except TimeoutError:
+            if _has_result(waiter):
+                return waiter.result()
             why = f": {self.last_error}" if self.last_error else ""
             raise ApiError("unavailable", f"no desktop was ready within {wait_s:g} s{why}") from None
+        except asyncio.CancelledError:
+            if _has_result(waiter):
+                self.give_back(waiter.result())
+            raise
         finally:
             if waiter in self._waiters:
                 self._waiters.remove(waiter)
-            if waiter.done() and not waiter.cancelled() and asyncio.current_task() is not None:
-                self._return_if_abandoned(waiter)
-
-    def _return_if_abandoned(self, waiter: asyncio.Future[Watched]) -> None:
-        task = asyncio.current_task()
-        if task is not None and task.cancelling():
-            self.give_back(waiter.result())
 
     def give_back(self, watched: Watched) -> None:
         """A used desktop: it is ended, its slot freed, a fresh one boots. Nothing is used twice."""
@@ -239,3 +238,8 @@ def _available_memory_bytes() -> int:
     except OSError:
         pass
     return 1 << 62
+
+
+def _has_result(waiter: asyncio.Future[Watched]) -> bool:
+    """True when a desktop was handed over in the moment in which its taker gave up."""
+    return waiter.done() and not waiter.cancelled() and waiter.exception() is None

@@ -212,7 +212,7 @@ async def test_leases_survive_a_restart_of_the_gateway(rig: Rig) -> None:
             lease = (await http.post("/v1/leases", json=acquire_body("a"))).json()
             ended = (await http.post("/v1/leases", json=acquire_body("b"))).json()
             await http.delete(f"/v1/leases/{ended['lease_id']}")
-        assert gateway.broker.leases[lease["lease_id"]].state == "live"
+        assert gateway.broker.leases.by_id[lease["lease_id"]].state == "live"
     async with rig.gateway(port), rig.http() as http:
         path = f"/v1/leases/{lease['lease_id']}"
         assert (
