@@ -3,7 +3,9 @@
     python scripts/bench_logprob.py [--shapes 32768x5120x62080,8192x5120x248320] [--out table.md]
 
 Every row is timed in this run. `ratio` is to the three products of the same shape (logits, dH, dW; bf16). `extra GiB` is
-the peak above inputs and above the two gradients; `peak GiB` counts the gradients in. Peers run when they are installed.
+the peak above inputs and above the two gradients; `peak GiB` counts the gradients in. With main_grad the weight's gradient
+is an input. Peers run when they are installed, unless --no-peers. Then: the fused means of log-ratios, and errors against
+float64.
 """
 
 from __future__ import annotations
@@ -16,7 +18,9 @@ from pathlib import Path
 
 import torch
 
+from slime_cua.algo.reduce import build_step_map
 from slime_cua.kernels.linear_logprob import linear_logprob
+from slime_cua.kernels.segment_ratio import segment_log_ratio, torch_segment_log_ratio
 
 GIB = 1 << 30
 SHAPES = "32768x5120x62080,8192x5120x248320,4000x5120x62080,500x5120x62080,4000x5120x248320,500x5120x248320"
@@ -160,7 +164,30 @@ def errors(shape: Shape) -> list[tuple[str, float, float, float]]:
     return found
 
 
-def measure(rows: int, hidden: int, vocab: int) -> list[str]:
+def segment_ratio_lines(num_tokens: int = 32768, num_steps: int = 600, num_segments: int = 64) -> list[str]:
+    """Forward and backward of segment_log_ratio, fused and in plain torch."""
+    generator = torch.Generator(device="cuda").manual_seed(0)
+    options = {"device": "cuda", "generator": generator}
+    step = torch.randint(0, num_steps, (num_tokens,), **options).sort().values
+    segment = step * num_segments // num_steps
+    steps = build_step_map(
+        torch.ones_like(step), segment, step, is_active_S=torch.ones(num_segments, dtype=torch.bool, device="cuda"),
+        step_weight=None, num_steps=num_steps, aggregate="step", dtype=torch.float32,
+    )  # fmt: skip
+    logp = torch.randn(num_tokens, **options).requires_grad_()
+    old = torch.randn(num_tokens, **options)
+    lines = []
+    for name, function in (("fused", segment_log_ratio), ("plain torch", torch_segment_log_ratio)):
+
+        def run(function: Callable[..., tuple[torch.Tensor, torch.Tensor]] = function) -> None:
+            logp.grad = None
+            function(logp, old, steps)[0].sum().backward()
+
+        lines.append(f"| {name} | {timed_ms(run, repeats=21):.3f} |")
+    return lines
+
+
+def measure(rows: int, hidden: int, vocab: int, with_peers: bool) -> list[str]:
     shape = Shape(rows, hidden, vocab)
     gradients = shape.hidden.nbytes + shape.weight.nbytes
     base = timed_ms(shape.products())
@@ -171,9 +198,9 @@ def measure(rows: int, hidden: int, vocab: int) -> list[str]:
     ways["ours fast, fp32 main_grad"] = shape.ours("fast", main_grad)
     ways["ours lean, fp32 main_grad"] = shape.ours("lean", main_grad)
     ways["torch fp32 log-softmax"] = shape.torch_fp32()
-    if importlib.util.find_spec("liger_kernel"):
+    if with_peers and importlib.util.find_spec("liger_kernel"):
         ways["liger fused CE (no ratio loss)"] = shape.liger()
-    if importlib.util.find_spec("cut_cross_entropy"):
+    if with_peers and importlib.util.find_spec("cut_cross_entropy"):
         ways["cut-cross-entropy"] = shape.cut()
     for name, run in ways.items():
         try:
@@ -197,6 +224,7 @@ def main() -> None:
     )
     parser.add_argument("--shapes", default=SHAPES)
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--no-peers", action="store_true")
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         raise SystemExit("bench_logprob needs a CUDA device")
@@ -209,17 +237,23 @@ def main() -> None:
             "| way | ms | ratio | extra GiB | peak GiB |",
             "|---|---|---|---|---|",
         ]
-        text += [*measure(rows, hidden, vocab), ""]
+        text += [*measure(rows, hidden, vocab, not arguments.no_peers), ""]
         print("\n".join(text[-12:]), flush=True)
         torch.cuda.empty_cache()
     text += [
+        "Means of log-ratios, forward and backward (32768 tokens, 600 steps, 64 segments)",
+        "",
+        "| way | ms |",
+        "|---|---|",
+        *segment_ratio_lines(),
+        "",
         "Errors against float64 (256 rows, V=62080)",
         "",
         "| way | log-prob, max abs | dH, relative | dW, relative |",
         "|---|---|---|---|",
     ]
     text += [f"| {n} | {a:.1e} | {b:.1e} | {c:.1e} |" for n, a, b, c in errors(Shape(256, 5120, 62080))]
-    print("\n".join(text[-6:]))
+    print("\n".join(text[-13:]))
     if arguments.out:
         arguments.out.write_text("\n".join(text) + "\n")
 

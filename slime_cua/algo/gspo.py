@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import torch
 
-from slime_cua.algo.kl import KlChoice, kl_term, old_to_new_k3, split_kl
+from slime_cua.algo.kl import KlChoice, kl_term, split_kl
 from slime_cua.algo.reduce import Aggregate, Group, StepMap, add_by_index, build_step_map, first_index, keep
 from slime_cua.core.errors import DataError
+from slime_cua.kernels.segment_ratio import segment_log_ratio
 
 Stats = dict[str, torch.Tensor]
 
@@ -83,22 +84,17 @@ def gspo_loss(
         cp_group=cp_group,
     )
     check_samples(advantage, weight_S, steps, num_samples)
-    kept = [keep(steps.is_kept_T, value).to(dtype) for value in values]
-    delta_T = kept[0] - kept[1]
-    columns = [delta_T, old_to_new_k3(delta_T)]
-    if kl_name is not None:
-        columns.append(kl_term(kl_name, kept[0] - kept[2]))
-    means_KN = steps.step_means(torch.stack(columns, dim=1))
-    log_w_S = steps.segment_means(means_KN[:, 0])
+    log_w_S, means_K2 = segment_log_ratio(logp.to(dtype), old_logp.to(dtype), steps)
     advantage_S = keep(steps.is_present_S, advantage.to(dtype))
     objective_S, branch_S = clipped_objective(log_w_S, advantage_S, eps_low, eps_high, dual_clip)
-    if kl_name is not None:
-        kl_S = steps.segment_means(means_KN[:, 2])
+    if kl_name is not None and ref_logp is not None:
+        gap_T = keep(steps.is_kept_T, logp).to(dtype) - keep(steps.is_kept_T, ref_logp).to(dtype)
+        kl_S = steps.segment_means(steps.step_means(kl_term(kl_name, gap_T)[:, None])[:, 0])
         objective_S = objective_S - kl_coef * kl_S
     count = steps.is_present_S.sum().to(dtype) if num_samples is None else num_samples
     total = keep(steps.is_present_S, weight_S * objective_S).sum()
     loss = 0.0 - total / torch.as_tensor(count, dtype=dtype, device=total.device).clamp(min=1e-30)
-    stats = _statistics(steps, log_w_S.detach(), branch_S, means_KN.detach(), step_type, num_types)
+    stats = _statistics(steps, log_w_S.detach(), branch_S, means_K2, step_type, num_types)
     if kl_name is not None:
         stats["kl_sum"] = keep(steps.is_present_S, kl_S.detach()).sum()
     return loss, stats

@@ -55,9 +55,9 @@ class _Head:
     ) -> None:
         self.group = tp_group
         self.world = dist.get_world_size(tp_group) if tp_group is not None else 1
-        rank = dist.get_rank(tp_group) if tp_group is not None else 0
+        self.rank = dist.get_rank(tp_group) if tp_group is not None else 0
         self.num_rows = weight_VH.shape[0]
-        self.first_id = rank * self.num_rows
+        self.first_id = self.rank * self.num_rows
         self.num_real = min(max(vocab_size - self.first_id, 0), self.num_rows)
         self.inverse_temperature = 1.0 / temperature
         self.dtype = torch.float64 if weight_VH.dtype == torch.float64 else torch.float32

@@ -2,9 +2,10 @@
 
 Legend: R trained rows, B rows of a block, C vocabulary columns of a block, H hidden size, V rows of this rank's shard.
 
-Kept rows: the forward keeps U = exp(l - max) in the input's precision. Put U[r, target] -= 1 / c_r with
-    c_r = exp(max_r - lse_r), then the gradient of the logits is row scaling times U:  G = s_r U,  s_r = -grad_r c_r / T.
-    So the backward is two matrix products, dH = s (U W) and dW = U^T (s h), and no pass over U at all.
+Kept rows: the forward keeps U = exp(l - c) in the input's precision, c_r a reference near the row's maximum. With
+    U[r, target] -= exp(lse_r - c_r) the gradient of the logits is a row scaling of U:  G = s_r U,
+    s_r = -grad_r exp(c_r - lse_r) / T. So the backward is two matrix products, dH = s (U W) and dW = U^T (s h), and no
+    pass over U at all.
 Other rows: nothing of width V is kept; the backward computes logits again in blocks of columns, for parts of the rows.
 `fast` keeps all rows, `lean` and `auto` as many as LEAN_KEEP_BYTES and AUTO_KEEP_BYTES hold.
 Logits are accumulated and normalised in fp32 everywhere; low precision enters only the backward's products.
@@ -20,15 +21,15 @@ import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
 from slime_cua.kernels import triton_rows
-from slime_cua.kernels.torch_logprob import _Head, _matmul, _weight_grad, combine_shards
+from slime_cua.kernels.torch_logprob import _Head, _matmul, _weight_grad
 
 GIB = 1 << 30
 AUTO_KEEP_BYTES = 2 * GIB
-LEAN_KEEP_BYTES = 640 << 20
+LEAN_KEEP_BYTES = 864 << 20
 FAST_BLOCK_BYTES = GIB
-"""fp32 logits of one block of kept rows, at most; no more than a quarter of what is kept."""
+"""fp32 logits of one block of kept rows, at most; no more than an eighth of what is kept or than the weight's gradient."""
 LEAN_LOGITS_BYTES = 160 << 20
-"""fp32 logits of one block of rows that are not kept (twice that in the forward)."""
+"""fp32 logits of one block of rows that are not kept."""
 LEAN_ROWS = 16384
 """Rows whose hidden gradient is accumulated in fp32 at once."""
 LEAN_GRAD_BYTES = 416 << 20
@@ -72,63 +73,61 @@ class _TritonLogprob(torch.autograd.Function):
         main_grad: torch.Tensor | None,
         num_kept: int,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        local_R = target_R.long() - head.first_id
-        stats_R4 = _empty_statistics(hidden_RH.shape[0], hidden_RH.device)
-        kept, rest = slice(0, num_kept), slice(num_kept, None)
-        ctx.kept = (
-            _kept_forward(head, hidden_RH[kept], weight_VH, local_R[kept], stats_R4[kept])
-            if num_kept
-            else None
-        )
-        _fold_forward(head, hidden_RH[rest], weight_VH, local_R[rest], stats_R4[rest])
+        num_rows = hidden_RH.shape[0]
+        stats_R4 = torch.empty(num_rows, 4, dtype=torch.float32, device=hidden_RH.device)
+        kept_RV = None
+        if num_kept:
+            kept = slice(0, num_kept)
+            spare = weight_VH.nbytes if main_grad is None and weight_VH.requires_grad else 0
+            kept_RV = _kept_forward(head, hidden_RH[kept], weight_VH, target_R[kept], stats_R4[kept], spare)
+        if num_kept < num_rows:
+            rest = slice(num_kept, None)
+            _fold_forward(head, hidden_RH[rest], weight_VH, target_R[rest], stats_R4[rest])
         packed_WR4 = stats_R4[None]
-        if head.world > 1 and stats_R4.shape[0]:
-            flat = stats_R4.new_empty(head.world * stats_R4.shape[0], 4)
+        if head.world > 1 and num_rows:
+            flat = stats_R4.new_empty(head.world * num_rows, 4)
             dist.all_gather_into_tensor(flat, stats_R4, group=head.group)
             packed_WR4 = flat.view(head.world, -1, 4)
-        lse_R, target_logit_R, entropy_R = combine_shards(packed_WR4)
-        if ctx.kept is not None:
-            _subtract_target(head, ctx.kept, stats_R4[kept], lse_R[kept], local_R[kept])
-        ctx.save_for_backward(hidden_RH, weight_VH, local_R, lse_R, entropy_R, stats_R4[:, 0].contiguous())
-        ctx.head, ctx.entropy_grad, ctx.main_grad, ctx.num_kept = head, entropy_grad, main_grad, num_kept
+        logp_R, lse_R, entropy_R = triton_rows.finish_rows(
+            packed_WR4, target_R, kept_RV, first_id=head.first_id, num_real=head.num_real, rank=head.rank
+        )
+        ctx.save_for_backward(hidden_RH, weight_VH, target_R, lse_R, entropy_R, stats_R4)
+        ctx.head, ctx.entropy_grad, ctx.main_grad = head, entropy_grad, main_grad
+        ctx.kept, ctx.num_kept = kept_RV, num_kept
         if not entropy_grad:
             ctx.mark_non_differentiable(entropy_R)
         ctx.set_materialize_grads(False)
-        return target_logit_R - lse_R, entropy_R
+        return logp_R, entropy_R
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_logp_R: torch.Tensor | None, grad_entropy_R: torch.Tensor | None) -> Any:
-        hidden_RH, weight_VH, local_R, lse_R, entropy_R, top_R = ctx.saved_tensors
+        hidden_RH, weight_VH, target_R, lse_R, entropy_R, stats_R4 = ctx.saved_tensors
         head: _Head = ctx.head
+        num_kept, num_rows = ctx.num_kept, hidden_RH.shape[0]
         needs_hidden, needs_weight = ctx.needs_input_grad[:2]
         if grad_logp_R is None:
             grad_logp_R = torch.zeros_like(lse_R)
         grad_logp_R = grad_logp_R.float().contiguous()
-        if ctx.num_kept and ctx.kept is None:
+        if num_kept and ctx.kept is None:
             raise RuntimeError("the backward ran twice: what the forward kept is freed by the first one")
-        sink = _WeightSink(weight_VH, ctx.main_grad, hidden_RH.shape[0]) if needs_weight else None
+        sink = _WeightSink(weight_VH, ctx.main_grad, num_rows) if needs_weight else None
         grad_hidden_RH = torch.empty_like(hidden_RH) if needs_hidden else None
-        kept, rest = slice(0, ctx.num_kept), slice(ctx.num_kept, None)
-        if ctx.num_kept:
-            scale_R = -grad_logp_R * (-_distance(top_R, lse_R)).exp() * head.inverse_temperature
+        if num_kept:
+            kept = slice(0, num_kept)
             into_RH = None if grad_hidden_RH is None else grad_hidden_RH[kept]
-            _kept_backward(ctx.kept, scale_R[kept], hidden_RH[kept], weight_VH, into_RH, sink)
+            scale = (stats_R4, lse_R, grad_logp_R)
+            _kept_backward(head, ctx.kept, scale, hidden_RH[kept], weight_VH, into_RH, sink)
             ctx.kept = None
-        entropy_part = grad_entropy_R if ctx.entropy_grad else None
-        row_values = tuple(
-            None if value is None else value[rest].contiguous()
-            for value in (
-                local_R,
-                lse_R,
-                entropy_R,
-                grad_logp_R,
-                None if entropy_part is None else entropy_part.float(),
-            )
-        )
-        into_RH = None if grad_hidden_RH is None else grad_hidden_RH[rest]
-        _recomputing_backward(head, row_values, hidden_RH[rest], weight_VH, into_RH, sink)
-        if grad_hidden_RH is not None and head.world > 1 and grad_hidden_RH.shape[0]:
+        if num_kept < num_rows:
+            rest = slice(num_kept, None)
+            entropy_part = grad_entropy_R if ctx.entropy_grad else None
+            values = (target_R, lse_R, entropy_R, grad_logp_R)
+            row_values = [value[rest] for value in values]
+            row_values.append(None if entropy_part is None else entropy_part.float().contiguous()[rest])
+            into_RH = None if grad_hidden_RH is None else grad_hidden_RH[rest]
+            _recomputing_backward(head, row_values, hidden_RH[rest], weight_VH, into_RH, sink)
+        if grad_hidden_RH is not None and head.world > 1 and num_rows:
             dist.all_reduce(grad_hidden_RH, group=head.group)
         grad_weight = None if sink is None else _weight_grad(ctx, weight_VH, sink.total_VH, True)
         return grad_hidden_RH, grad_weight, None, None, None, None, None
@@ -146,85 +145,68 @@ def _kept_forward(
     head: _Head,
     hidden_RH: torch.Tensor,
     weight_VH: torch.Tensor,
-    local_R: torch.Tensor,
+    target_R: torch.Tensor,
     stats_R4: torch.Tensor,
+    spare_bytes: int,
 ) -> torch.Tensor:
-    """U [R, V]; the statistics are written."""
+    """U [R, V]; the statistics are written. spare_bytes: what the backward will need beside U anyway."""
     num_rows, num_columns = hidden_RH.shape[0], weight_VH.shape[0]
     kept_RV = hidden_RH.new_empty(num_rows, num_columns)
-    block = _rows_within(
-        min(FAST_BLOCK_BYTES, max(kept_RV.nbytes // 4, LEAN_LOGITS_BYTES)), num_columns, num_rows
-    )
+    block_bytes = min(FAST_BLOCK_BYTES, max(kept_RV.nbytes // 8, LEAN_LOGITS_BYTES, spare_bytes))
+    block = _rows_within(block_bytes, num_columns, num_rows)
     buffer_BV = torch.empty(block, num_columns, dtype=torch.float32, device=hidden_RH.device)
-    for start in range(0, num_rows, block):
-        rows = slice(start, min(start + block, num_rows))
+    for rows in _parts(0, num_rows, block):
         triton_rows.write_exponentials(
             _product(hidden_RH[rows], weight_VH.t(), buffer_BV),
             kept_RV[rows],
             stats_R4[rows],
-            local_R[rows],
+            target_R[rows],
+            first_id=head.first_id,
             num_real=head.num_real,
             inverse_temperature=head.inverse_temperature,
         )
     return kept_RV
 
 
-def _subtract_target(
-    head: _Head, kept_RV: torch.Tensor, stats_R4: torch.Tensor, lse_R: torch.Tensor, local_R: torch.Tensor
-) -> None:
-    """U[r, target] = exp(l - max) - 1 / c where the target is in this shard; from the fp32 target logit."""
-    is_here_R = (local_R >= 0) & (local_R < head.num_real)
-    column_R = torch.where(is_here_R, local_R, 0)[:, None]
-    with_target_R = (stats_R4[:, 2] - stats_R4[:, 0]).exp() - _distance(stats_R4[:, 0], lse_R).exp()
-    before_R = kept_RV.gather(1, column_R)[:, 0]
-    kept_RV.scatter_(1, column_R, torch.where(is_here_R, with_target_R.to(kept_RV.dtype), before_R)[:, None])
-
-
-def _distance(top_R: torch.Tensor, lse_R: torch.Tensor) -> torch.Tensor:
-    """log(1 / c): how far the shard's maximum is below the log-sum-exp, at most 60.
-
-    Further down every probability of the shard is below exp(-60) and rounds to nothing beside the target's 1, while
-    1 / c itself would leave the range of bf16.
-    """
-    return (lse_R - top_R).clamp(max=60.0)
-
-
 def _kept_backward(
+    head: _Head,
     kept_RV: torch.Tensor,
-    scale_R: torch.Tensor,
+    scale: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     hidden_RH: torch.Tensor,
     weight_VH: torch.Tensor,
     into_RH: torch.Tensor | None,
     sink: _WeightSink | None,
 ) -> None:
+    """scale: statistics, log-sum-exp, gradient of the log-probs; their first rows are those kept."""
+    temperature = head.inverse_temperature
     if sink is not None:
-        scaled_RH = triton_rows.scale_rows(hidden_RH, scale_R, torch.empty_like(hidden_RH))
+        scaled_RH = torch.empty_like(hidden_RH)
+        triton_rows.scale_rows(hidden_RH, scaled_RH, *scale, inverse_temperature=temperature)
         sink.add(slice(0, weight_VH.shape[0]), kept_RV.t(), scaled_RH, is_first=True)
         del scaled_RH
     if into_RH is not None:
         torch.mm(kept_RV, weight_VH, out=into_RH)
-        triton_rows.scale_rows(into_RH, scale_R, into_RH)
+        triton_rows.scale_rows(into_RH, into_RH, *scale, inverse_temperature=temperature)
 
 
 def _fold_forward(
     head: _Head,
     hidden_RH: torch.Tensor,
     weight_VH: torch.Tensor,
-    local_R: torch.Tensor,
+    target_R: torch.Tensor,
     stats_R4: torch.Tensor,
 ) -> None:
     """Write the statistics of rows that are not kept."""
     num_rows, num_columns = hidden_RH.shape[0], weight_VH.shape[0]
-    if not num_rows:
-        return
-    block_rows, block_columns = _blocks(num_rows, num_columns, 4, LEAN_LOGITS_BYTES * 2)
+    block_rows, block_columns = _blocks(num_rows, num_columns, 4, LEAN_LOGITS_BYTES)
     buffer = torch.empty(block_rows * block_columns, dtype=torch.float32, device=hidden_RH.device)
     for rows in _parts(0, num_rows, block_rows):
         for columns in _parts(0, num_columns, block_columns):
             triton_rows.fold_statistics(
                 _product(hidden_RH[rows], weight_VH[columns].t(), buffer),
                 stats_R4[rows],
-                local_R[rows],
+                target_R[rows],
+                first_id=head.first_id,
                 num_real=head.num_real,
                 first_column=columns.start,
                 inverse_temperature=head.inverse_temperature,
@@ -233,16 +215,14 @@ def _fold_forward(
 
 def _recomputing_backward(
     head: _Head,
-    row_values: tuple[torch.Tensor | None, ...],
+    row_values: list[torch.Tensor | None],
     hidden_RH: torch.Tensor,
     weight_VH: torch.Tensor,
     into_RH: torch.Tensor | None,
     sink: _WeightSink | None,
 ) -> None:
-    """row_values: local target, lse, entropy, gradient of log-prob, gradient of entropy or None."""
+    """row_values: target, log-sum-exp, entropy, gradient of log-prob, gradient of entropy or None."""
     num_rows, num_columns = hidden_RH.shape[0], weight_VH.shape[0]
-    if not num_rows:
-        return
     block_rows, outer = _blocks(num_rows, num_columns, hidden_RH.element_size(), LEAN_GRAD_BYTES)
     inner = _blocks(block_rows, outer, 4, LEAN_LOGITS_BYTES)[1]
     logits = torch.empty(block_rows * inner, dtype=torch.float32, device=hidden_RH.device)
@@ -258,6 +238,7 @@ def _recomputing_backward(
                     _product(hidden_RH[rows], weight_VH[part].t(), logits),
                     grad_BC[:, part.start - columns.start : part.stop - columns.start],
                     *values,  # type: ignore[arg-type]
+                    first_id=head.first_id,
                     num_real=head.num_real,
                     first_column=part.start,
                     inverse_temperature=head.inverse_temperature,
@@ -313,18 +294,12 @@ def _product(left: torch.Tensor, right: torch.Tensor, buffer: torch.Tensor) -> t
     return torch.mm(left.float(), right.float(), out=out)
 
 
-def _empty_statistics(num_rows: int, device: torch.device) -> torch.Tensor:
-    """[R, 4] of an empty shard: max -inf, sum 0, target logit -inf, weighted sum 0."""
-    stats_R4 = torch.zeros(num_rows, 4, dtype=torch.float32, device=device)
-    stats_R4[:, 0] = float("-inf")
-    stats_R4[:, 2] = float("-inf")
-    return stats_R4
-
-
 def _rows_within(num_bytes: int, num_columns: int, num_rows: int) -> int:
-    """Rows of fp32 logits that fit, a multiple of 128 where possible."""
+    """Rows of a block of fp32 logits: blocks of even size that fit, in multiples of 128 where possible."""
     fit = max(1, num_bytes // (4 * max(1, num_columns)))
-    return max(1, min(num_rows, fit // 128 * 128 or fit))
+    fit = fit // 128 * 128 or fit
+    even = -(-num_rows // -(-num_rows // fit))
+    return max(1, min(num_rows, fit, -(-even // 128) * 128))
 
 
 def _parts(start: int, stop: int, size: int) -> Iterator[slice]:

@@ -1,6 +1,8 @@
 """Triton kernels over rows of logits. They run on CUDA, and on CPU under TRITON_INTERPRET=1.
 
-Legend: R rows, C columns of the block at hand, first_column its place in this rank's vocabulary shard.
+Legend: R rows, C columns of the block at hand, W ranks of the group; first_column is the block's place in this rank's shard,
+first_id the id of the shard's first row. stats_R4 holds of each row and shard: a reference c, sum exp(l - c), the target's
+logit (-inf if elsewhere), sum exp(l - c) (l - c); an empty shard has -inf, 0, -inf, 0.
 """
 
 from __future__ import annotations
@@ -13,13 +15,18 @@ import triton.language as tl
 
 _BLOCK = 4096
 _WARPS = 8
+REFERENCE_GAP = 20.0
+"""How far above its reference a row's maximum may lie; beyond, the row is written again."""
+_FURTHEST = tl.constexpr(60.0)
+"""Largest log(sum of all / reference) that enters a scale: further down nothing of the shard survives rounding."""
 
 
 @triton.jit
-def _online_stats_kernel(
-    logits_RC, row_stride, stats_R4, target_R, num_columns: tl.constexpr, num_real, first_column, inverse_temperature, BLOCK: tl.constexpr
+def _fold_kernel(
+    logits_RC, row_stride, stats_R4, target_R, first_id, num_columns: tl.constexpr, num_real, first_column,
+    inverse_temperature, IS_FIRST: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One pass: fold these columns into the row's running (max, sum, target logit, weighted sum)."""
+    """One pass: fold these columns into the row's statistics; the reference is the running maximum."""
     row = tl.program_id(0).to(tl.int64)
     base = logits_RC + row * row_stride
     lane = tl.arange(0, BLOCK)
@@ -38,61 +45,128 @@ def _online_stats_kernel(
         weighted = old_scale * (weighted + old_shift * total) + scale * shift
         total = old_scale * total + scale
         top = new_top
-    before = tl.load(stats_R4 + row * 4)
-    row_top = tl.maximum(tl.max(top, 0), before)
+    row_top = tl.max(top, 0)
+    if not IS_FIRST:
+        before = tl.load(stats_R4 + row * 4)
+        row_top = tl.maximum(row_top, before)
     lane_shift = tl.where(top > float("-inf"), top - row_top, 0.0)
     lane_scale = tl.where(top > float("-inf"), tl.exp(lane_shift), 0.0)
-    before_shift = tl.where(before > float("-inf"), before - row_top, 0.0)
-    before_scale = tl.where(before > float("-inf"), tl.exp(before_shift), 0.0)
-    before_total = tl.load(stats_R4 + row * 4 + 1)
-    before_weighted = tl.load(stats_R4 + row * 4 + 3)
-    row_total = tl.sum(lane_scale * total, 0) + before_scale * before_total
+    row_total = tl.sum(lane_scale * total, 0)
     row_weighted = tl.sum(lane_scale * (weighted + lane_shift * total), 0)
-    row_weighted += before_scale * (before_weighted + before_shift * before_total)
+    if not IS_FIRST:
+        before_shift = tl.where(before > float("-inf"), before - row_top, 0.0)
+        before_scale = tl.where(before > float("-inf"), tl.exp(before_shift), 0.0)
+        before_total = tl.load(stats_R4 + row * 4 + 1)
+        row_total += before_scale * before_total
+        row_weighted += before_scale * (tl.load(stats_R4 + row * 4 + 3) + before_shift * before_total)
     tl.store(stats_R4 + row * 4, row_top)
     tl.store(stats_R4 + row * 4 + 1, row_total)
     tl.store(stats_R4 + row * 4 + 3, row_weighted)
-    target = tl.load(target_R + row) - first_column
-    if (target >= 0) & (target < num_columns):
-        tl.store(stats_R4 + row * 4 + 2, tl.load(base + target) * inverse_temperature)
+    target = tl.load(target_R + row).to(tl.int64) - first_id - first_column
+    is_here = (target >= 0) & (target < num_columns) & (first_column + target < num_real)
+    target_logit = tl.load(base + target, mask=is_here, other=float("-inf")) * inverse_temperature
+    if IS_FIRST:
+        tl.store(stats_R4 + row * 4 + 2, target_logit)
+    else:
+        tl.store(stats_R4 + row * 4 + 2, target_logit, mask=is_here)
 
 
 @triton.jit
-def _exponentials_kernel(
-    logits_RC, row_stride, out_RC, out_stride, stats_R4, target_R, num_columns: tl.constexpr, num_real, inverse_temperature, BLOCK: tl.constexpr
-):  # fmt: skip
-    """Two passes over the whole shard's row (the second from L2): its statistics, and exp(l - max) in low precision."""
-    row = tl.program_id(0).to(tl.int64)
-    base = logits_RC + row * row_stride
-    out = out_RC + row * out_stride
+def _write_row(
+    base, out, reference, num_columns: tl.constexpr, num_real, inverse_temperature, BLOCK: tl.constexpr
+):
+    """Store exp(l - reference); give the row's maximum, sum and weighted sum."""
     lane = tl.arange(0, BLOCK)
     top = tl.full([BLOCK], float("-inf"), tl.float32)
-    for start in range(0, num_columns, BLOCK):
-        column = start + lane
-        top = tl.maximum(top, tl.load(base + column, mask=column < num_real, other=float("-inf")))
-    row_top = tl.max(top, 0) * inverse_temperature
     total = tl.zeros([BLOCK], tl.float32)
     weighted = tl.zeros([BLOCK], tl.float32)
     for start in range(0, num_columns, BLOCK):
         column = start + lane
         is_real = column < num_real
-        value = tl.load(base + column, mask=is_real, other=0.0) * inverse_temperature
-        shift = tl.where(is_real, value - row_top, 0.0)
+        value = tl.load(base + column, mask=is_real, other=float("-inf")) * inverse_temperature
+        top = tl.maximum(top, value)
+        shift = tl.where(is_real, value - reference, 0.0)
         scale = tl.where(is_real, tl.exp(shift), 0.0)
         total += scale
         weighted += scale * shift
-        tl.store(out + column, scale.to(out_RC.dtype.element_ty), mask=column < num_columns)
-    tl.store(stats_R4 + row * 4, row_top)
-    tl.store(stats_R4 + row * 4 + 1, tl.sum(total, 0))
-    tl.store(stats_R4 + row * 4 + 3, tl.sum(weighted, 0))
-    target = tl.load(target_R + row)
-    if (target >= 0) & (target < num_real):
-        tl.store(stats_R4 + row * 4 + 2, tl.load(base + target) * inverse_temperature)
+        tl.store(out + column, scale.to(out.dtype.element_ty), mask=column < num_columns)
+    return tl.max(top, 0), tl.sum(total, 0), tl.sum(weighted, 0)
+
+
+@triton.jit
+def _exponentials_kernel(
+    logits_RC, row_stride, out_RC, out_stride, stats_R4, target_R, first_id, num_columns: tl.constexpr, num_real,
+    inverse_temperature, gap, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One pass over the shard's row. The reference is the largest of the first columns and the target; a row whose maximum is
+    more than `gap` above it is written again with its maximum."""
+    row = tl.program_id(0).to(tl.int64)
+    base = logits_RC + row * row_stride
+    out = out_RC + row * out_stride
+    stats = stats_R4 + row * 4
+    lane = tl.arange(0, BLOCK)
+    first = tl.load(base + lane, mask=lane < num_real, other=float("-inf"))
+    target = tl.load(target_R + row).to(tl.int64) - first_id
+    is_here = (target >= 0) & (target < num_real)
+    target_logit = tl.load(base + target, mask=is_here, other=float("-inf")) * inverse_temperature
+    reference = tl.maximum(tl.max(first, 0) * inverse_temperature, target_logit)
+    reference = tl.where(reference > float("-inf"), reference, 0.0)
+    top, total, weighted = _write_row(base, out, reference, num_columns, num_real, inverse_temperature, BLOCK)
+    if top - reference > gap:
+        reference = top
+        top, total, weighted = _write_row(
+            base, out, reference, num_columns, num_real, inverse_temperature, BLOCK
+        )
+    tl.store(stats, tl.where(top > float("-inf"), reference, float("-inf")))
+    tl.store(stats + 1, total)
+    tl.store(stats + 2, target_logit)
+    tl.store(stats + 3, weighted)
+
+
+@triton.jit
+def _finish_kernel(
+    packed_WR4, kept_RC, kept_stride, target_R, first_id, num_real, logp_R, lse_R, entropy_R, num_rows, num_kept, rank,
+    WORLD: tl.constexpr, HAS_KEPT: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Combine the shards of a row in rank order (as combine_shards), and put the target into what is kept."""
+    row = (tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)
+    inside = row < num_rows
+    top = tl.full([BLOCK], float("-inf"), tl.float32)
+    target_logit = tl.full([BLOCK], float("-inf"), tl.float32)
+    for shard in range(WORLD):
+        stats = packed_WR4 + (shard * num_rows + row) * 4
+        top = tl.maximum(top, tl.load(stats, mask=inside, other=0.0))
+        target_logit = tl.maximum(target_logit, tl.load(stats + 2, mask=inside, other=0.0))
+    total = tl.zeros([BLOCK], tl.float32)
+    weighted = tl.zeros([BLOCK], tl.float32)
+    for shard in range(WORLD):
+        stats = packed_WR4 + (shard * num_rows + row) * 4
+        part = tl.load(stats + 1, mask=inside, other=1.0)
+        shift = tl.load(stats, mask=inside, other=0.0) - top
+        scale = tl.where(part == 0.0, 0.0, tl.exp(shift))
+        shift = tl.where(part == 0.0, 0.0, shift)
+        total += scale * part
+        weighted += scale * (tl.load(stats + 3, mask=inside, other=0.0) + shift * part)
+    log_total = tl.log(total)
+    lse = top + log_total
+    tl.store(lse_R + row, lse, mask=inside)
+    tl.store(logp_R + row, target_logit - lse, mask=inside)
+    tl.store(entropy_R + row, log_total - weighted / total, mask=inside)
+    if HAS_KEPT:
+        own = packed_WR4 + (rank * num_rows + row) * 4
+        is_kept = inside & (row < num_kept)
+        column = tl.load(target_R + row, mask=is_kept, other=0).to(tl.int64) - first_id
+        is_kept = is_kept & (column >= 0) & (column < num_real)
+        reference = tl.load(own, mask=is_kept, other=0.0)
+        up = tl.exp(tl.load(own + 2, mask=is_kept, other=0.0) - reference)
+        down = tl.exp(tl.minimum(lse - reference, _FURTHEST))
+        spot = kept_RC + row * kept_stride + column
+        tl.store(spot, (up - down).to(kept_RC.dtype.element_ty), mask=is_kept)
 
 
 @triton.jit
 def _grad_kernel(
-    logits_RC, row_stride, out_RC, out_stride, target_R, lse_R, entropy_R, grad_logp_R, grad_entropy_R,
+    logits_RC, row_stride, out_RC, out_stride, target_R, first_id, lse_R, entropy_R, grad_logp_R, grad_entropy_R,
     num_columns, num_real, first_column, inverse_temperature, WITH_ENTROPY: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Gradient with respect to the raw logits of these columns."""
@@ -102,7 +176,8 @@ def _grad_kernel(
     value = tl.load(logits_RC + row * row_stride + column, mask=is_real, other=0.0) * inverse_temperature
     log_p = tl.where(is_real, value - tl.load(lse_R + row), 0.0)
     p = tl.where(is_real, tl.exp(log_p), 0.0)
-    is_target = (first_column + column == tl.load(target_R + row)) & is_real
+    target = tl.load(target_R + row).to(tl.int64) - first_id - first_column
+    is_target = (column == target) & is_real
     grad = tl.load(grad_logp_R + row) * (tl.where(is_target, 1.0, 0.0) - p)
     if WITH_ENTROPY:
         grad -= tl.load(grad_entropy_R + row) * p * (log_p + tl.load(entropy_R + row))
@@ -111,13 +186,16 @@ def _grad_kernel(
 
 
 @triton.jit
-def _scale_kernel(source_RC, target_RC, scale_R, num_columns, BLOCK: tl.constexpr):
+def _scale_kernel(
+    source_RC, out_RC, stats_R4, lse_R, grad_logp_R, inverse_temperature, num_columns, BLOCK: tl.constexpr
+):
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < num_columns
+    distance = tl.minimum(tl.load(lse_R + row) - tl.load(stats_R4 + row * 4), _FURTHEST)
+    scale = -tl.load(grad_logp_R + row) * tl.exp(-distance) * inverse_temperature
     value = tl.load(source_RC + row * num_columns + column, mask=inside, other=0.0).to(tl.float32)
-    scaled = value * tl.load(scale_R + row)
-    tl.store(target_RC + row * num_columns + column, scaled.to(target_RC.dtype.element_ty), mask=inside)
+    tl.store(out_RC + row * num_columns + column, (value * scale).to(out_RC.dtype.element_ty), mask=inside)
 
 
 def fold_statistics(
@@ -125,19 +203,20 @@ def fold_statistics(
     stats_R4: torch.Tensor,
     target_R: torch.Tensor,
     *,
+    first_id: int,
     num_real: int,
     first_column: int,
     inverse_temperature: float,
 ) -> None:
-    """Fold columns first_column ... of the shard into stats_R4 [R, 4] fp32: max, sum exp(l - max), target logit, weighted sum.
+    """Fold columns first_column ... of the shard into stats_R4 [R, 4] fp32; first_column 0 begins anew.
 
-    logits_RC: fp32 raw logits, rows contiguous. target_R: int64 index in this shard, outside [0, num_real) where elsewhere.
+    logits_RC: fp32 raw logits, rows contiguous. target_R: global ids.
     """
     rows, columns = logits_RC.shape
     if rows:
-        _online_stats_kernel[(rows,)](
-            logits_RC, logits_RC.stride(0), stats_R4, target_R, columns, num_real, first_column, inverse_temperature,
-            BLOCK=_block(columns), num_warps=_WARPS,
+        _fold_kernel[(rows,)](
+            logits_RC, logits_RC.stride(0), stats_R4, target_R, first_id, columns, num_real, first_column,
+            inverse_temperature, IS_FIRST=first_column == 0, BLOCK=_block(columns), num_warps=_WARPS,
         )  # fmt: skip
 
 
@@ -147,16 +226,47 @@ def write_exponentials(
     stats_R4: torch.Tensor,
     target_R: torch.Tensor,
     *,
+    first_id: int,
     num_real: int,
     inverse_temperature: float,
 ) -> None:
-    """out_RC = exp(l - row max) (0 in padding) in its dtype, and stats_R4 as fold_statistics, for the whole shard."""
+    """out_RC = exp(l - reference) (0 in padding) in its dtype, and stats_R4, for the whole shard.
+
+    The reference is at most REFERENCE_GAP below the row's maximum, so that bf16 (fp32's range) holds the result.
+    """
     rows, columns = logits_RC.shape
     if rows:
         _exponentials_kernel[(rows,)](
-            logits_RC, logits_RC.stride(0), out_RC, out_RC.stride(0), stats_R4, target_R, columns, num_real,
-            inverse_temperature, BLOCK=_block(columns), num_warps=_WARPS,
+            logits_RC, logits_RC.stride(0), out_RC, out_RC.stride(0), stats_R4, target_R, first_id, columns, num_real,
+            inverse_temperature, REFERENCE_GAP, BLOCK=_block(columns), num_warps=_WARPS,
         )  # fmt: skip
+
+
+def finish_rows(
+    packed_WR4: torch.Tensor,
+    target_R: torch.Tensor,
+    kept_RC: torch.Tensor | None,
+    *,
+    first_id: int,
+    num_real: int,
+    rank: int,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(log-prob, log-sum-exp, entropy) [R] from every shard's statistics.
+
+    kept_RC: this rank's exponentials of the first rows; entry [r, target] becomes exp(l - c) - exp(log-sum-exp - c), from
+    the fp32 target logit.
+    """
+    world, rows, _ = packed_WR4.shape
+    logp_R, lse_R, entropy_R = (
+        torch.empty(rows, dtype=torch.float32, device=packed_WR4.device) for _ in range(3)
+    )
+    if rows:
+        _finish_kernel[(triton.cdiv(rows, 128),)](
+            packed_WR4, packed_WR4 if kept_RC is None else kept_RC, 0 if kept_RC is None else kept_RC.stride(0),
+            target_R, first_id, num_real, logp_R, lse_R, entropy_R, rows, 0 if kept_RC is None else kept_RC.shape[0], rank,
+            WORLD=world, HAS_KEPT=kept_RC is not None, BLOCK=128, num_warps=4,
+        )  # fmt: skip
+    return logp_R, lse_R, entropy_R
 
 
 def write_logit_gradient(
@@ -168,6 +278,7 @@ def write_logit_gradient(
     grad_logp_R: torch.Tensor,
     grad_entropy_R: torch.Tensor | None,
     *,
+    first_id: int,
     num_real: int,
     first_column: int,
     inverse_temperature: float,
@@ -177,22 +288,33 @@ def write_logit_gradient(
     if rows:
         block = _block(columns, most=2048)
         _grad_kernel[(rows, triton.cdiv(columns, block))](
-            logits_RC, logits_RC.stride(0), out_RC, out_RC.stride(0), target_R, lse_R, entropy_R, grad_logp_R,
+            logits_RC, logits_RC.stride(0), out_RC, out_RC.stride(0), target_R, first_id, lse_R, entropy_R, grad_logp_R,
             grad_logp_R if grad_entropy_R is None else grad_entropy_R, columns, num_real, first_column,
             inverse_temperature, WITH_ENTROPY=grad_entropy_R is not None, BLOCK=block, num_warps=_WARPS,
         )  # fmt: skip
 
 
-def scale_rows(source_RC: torch.Tensor, scale_R: torch.Tensor, out_RC: torch.Tensor) -> torch.Tensor:
-    """out_RC = scale_R[:, None] * source_RC, one rounding; both contiguous; may be in place. Returns out_RC."""
+def scale_rows(
+    source_RC: torch.Tensor,
+    out_RC: torch.Tensor,
+    stats_R4: torch.Tensor,
+    lse_R: torch.Tensor,
+    grad_logp_R: torch.Tensor,
+    *,
+    inverse_temperature: float,
+) -> torch.Tensor:
+    """out_RC = s_r source_RC with s_r = -grad_logp_r exp(c_r - lse_r) / temperature, one rounding.
+
+    Both contiguous; may be in place. Returns out_RC.
+    """
     rows, columns = source_RC.shape
     if rows:
         block = _block(columns, most=2048)
         _scale_kernel[(rows, triton.cdiv(columns, block))](
-            source_RC, out_RC, scale_R, columns, BLOCK=block, num_warps=_WARPS
-        )
+            source_RC, out_RC, stats_R4, lse_R, grad_logp_R, inverse_temperature, columns, BLOCK=block, num_warps=_WARPS
+        )  # fmt: skip
     return out_RC
 
 
-def _block(columns: int, most: int = _BLOCK) -> Any:
-    return max(16, min(most, triton.next_power_of_2(columns)))
+def _block(columns: int, most: int | None = None) -> Any:
+    return max(16, min(most or _BLOCK, triton.next_power_of_2(columns)))

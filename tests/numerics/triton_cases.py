@@ -3,14 +3,18 @@
 python tests/numerics/triton_cases.py [rank world port]
 """
 
+import math
 import os
 import sys
 
 import torch
 import torch.distributed as dist
 
-from slime_cua.kernels import triton_logprob
+from slime_cua.algo.reduce import build_step_map
+from slime_cua.kernels import triton_logprob, triton_rows
 from slime_cua.kernels.triton_logprob import triton_linear_logprob
+from slime_cua.kernels.triton_segments import triton_segment_log_ratio
+from tests.numerics.gspo_reference import random_batch, sample_mean, steps_of
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -92,6 +96,84 @@ def check_extremes():
         assert torch.isfinite(weight.grad).all()
 
 
+def check_reference_gap():
+    """Rows whose maximum lies far above the first columns and the target are written again: same values, no overflow."""
+    generator = torch.Generator().manual_seed(3)
+    block, triton_rows._BLOCK = triton_rows._BLOCK, 16
+    logits = torch.randn(4, 40, generator=generator)
+    logits[0, 33], logits[1, 20], logits[2, 39] = 19.0, 70.0, 300.0
+    target = torch.tensor([2, 20, 5, 7])
+    for dtype, bound in ((torch.float32, 1e-4), (torch.bfloat16, 8e-3)):
+        kept, stats = torch.empty(4, 40, dtype=dtype, device=DEVICE), torch.empty(4, 4, device=DEVICE)
+        triton_rows.write_exponentials(
+            logits.to(DEVICE),
+            kept,
+            stats,
+            target.to(DEVICE),
+            first_id=0,
+            num_real=40,
+            inverse_temperature=1.0,
+        )
+        logp, lse, entropy = triton_rows.finish_rows(
+            stats[None], target.to(DEVICE), kept, first_id=0, num_real=40, rank=0
+        )
+        assert stats[:3, 0].tolist() != [19.0, 70.0, 300.0] and stats[1:3, 0].tolist() == [70.0, 300.0]
+        log_p = torch.log_softmax(logits.double(), dim=1)
+        want = log_p.exp() - torch.nn.functional.one_hot(target, 40)
+        scale = (stats[:, 0] - lse).double().cpu().exp()
+        assert ((kept.double().cpu() * scale[:, None] - want).abs() <= bound * want.abs() + 2e-6).all()
+        assert torch.allclose(logp.double().cpu(), log_p.gather(1, target[:, None])[:, 0], rtol=1e-6)
+        assert torch.allclose(entropy.double().cpu(), -(log_p.exp() * log_p).sum(1), rtol=1e-5, atol=1e-6)
+    triton_rows._BLOCK = block
+
+
+def check_segments(dtype, group=None):
+    """Fused means of log-ratios against loops: tokens in any order, garbage where masked, a step on two ranks."""
+    batch = random_batch(seed=31, num_segments=12)
+    steps_of_segment = steps_of(batch)
+    rank, world = (dist.get_rank(group), dist.get_world_size(group)) if group else (0, 1)
+    mine = torch.arange(rank, len(batch.tokens), world)
+    logp, old = (batch.tensor(name)[mine].to(DEVICE, dtype) for name in ("logp", "old_logp"))
+    steps = build_step_map(
+        batch.tensor("is_trained")[mine].to(DEVICE), batch.tensor("segment")[mine].to(DEVICE),
+        batch.tensor("step")[mine].to(DEVICE), is_active_S=torch.ones(12, dtype=torch.bool, device=DEVICE),
+        step_weight=batch.vector("step_weight").to(DEVICE, dtype), num_steps=len(batch.step_weight), aggregate="step",
+        dtype=dtype, cp_group=group,
+    )  # fmt: skip
+    logp.requires_grad_()
+    log_w, mean = triton_segment_log_ratio(logp, old, steps)
+    scale = torch.linspace(-1, 1, 12, dtype=torch.float64)
+    (log_w * scale.to(DEVICE, dtype)).sum().backward()
+    bound = 1e-13 if dtype == torch.float64 else 3e-7
+    for segment, of_steps in steps_of_segment.items():
+        want = sample_mean(batch, of_steps, lambda token: token.logp - token.old_logp, "step")
+        assert abs(log_w[segment].item() - want) < bound
+        total = sum(batch.step_weight[step] for step in of_steps)
+        for step, tokens in of_steps.items():
+            deltas = [token.logp - token.old_logp for token in tokens]
+            k3 = [math.exp(delta) - 1 - delta for delta in deltas]
+            want = torch.tensor([sum(deltas), sum(k3)], dtype=torch.float64) / len(tokens)
+            assert (mean[step].double().cpu() - want).abs().max() < bound
+            share = scale[segment].item() * batch.step_weight[step] / total / len(tokens)
+            for place, index in enumerate(mine.tolist()):
+                if batch.tokens[index].is_trained and batch.tokens[index].step == step:
+                    assert abs(logp.grad[place].item() - share) < bound
+    is_trained = batch.tensor("is_trained")[mine]
+    assert (logp.grad.cpu()[~is_trained] == 0).all()
+    again = triton_segment_log_ratio(logp, old, steps)[0]
+    assert torch.equal(again, log_w), "two runs differ"
+
+
+def check_blocks(world, group):
+    """Rows partly kept, the others recomputed in several blocks of rows and columns."""
+    triton_logprob.LEAN_ROWS, triton_logprob.LEAN_GRAD_BYTES, triton_logprob.LEAN_LOGITS_BYTES = 5, 1, 1
+    triton_logprob.LEAN_KEEP_BYTES = 128 * 300 * 4
+    check(136, 8, 300 * world, 300, 0.9, "lean", torch.float32, False, False, group)
+    triton_logprob.LEAN_KEEP_BYTES = 0
+    check(8, 8, 600 * world, 600, 0.9, "lean", torch.float32, False, True, group)
+    check(8, 8, 600 * world, 600, 0.9, "lean", torch.float32, True, False, group)
+
+
 def main() -> None:
     group = None
     if len(sys.argv) == 4:
@@ -102,23 +184,23 @@ def main() -> None:
             "nccl" if DEVICE == "cuda" else "gloo", rank=int(sys.argv[1]), world_size=int(sys.argv[2])
         )
         group = dist.group.WORLD
-    world = dist.get_world_size() if group else 1
-    for memory in ("fast", "lean"):
-        check(13, 8, 37 * world - 5, 37, 0.7, memory, torch.float32, False, False, group)
-        check(13, 8, 37 * world - 5, 37, 0.7, memory, torch.float32, False, True, group)
-        check(1, 16, 20, 20, 1.0, memory, torch.float32, False, False, group)
-        check(9, 8, 37 * world, 37, 1.3, memory, torch.float32, True, False, group)
-        check(24, 32, 64 * world, 64, 1.0, memory, torch.bfloat16, False, False, group)
-    triton_logprob.LEAN_KEEP_BYTES = 128 * 64 * 4  # 128 rows are kept, the others recomputed in small blocks
-    triton_logprob.LEAN_ROWS, triton_logprob.LEAN_GRAD_BYTES, triton_logprob.LEAN_LOGITS_BYTES = 40, 1, 1
-    check(200, 8, 600 * world, 600, 0.9, "lean", torch.float32, False, False, group)
-    triton_logprob.LEAN_KEEP_BYTES = 128 * 600 * 4
-    check(200, 8, 600 * world, 600, 0.9, "lean", torch.float32, False, False, group)
-    check(200, 8, 600 * world, 600, 0.9, "lean", torch.float32, False, True, group)
+    world = dist.get_world_size(group) if group else 1
+    for keep_bytes in (1 << 30, 0):  # all rows kept; all recomputed
+        triton_logprob.LEAN_KEEP_BYTES = keep_bytes
+        check(13, 8, 37 * world - 5, 37, 0.7, "lean", torch.float32, False, False, group)
+        check(9, 8, 37 * world - 5, 37, 0.7, "lean", torch.float32, False, True, group)
+        check(24, 32, 64 * world, 64, 1.0, "lean", torch.bfloat16, False, False, group)
+    check(13, 8, 37 * world - 5, 37, 0.7, "fast", torch.float32, False, False, group)
+    check(9, 8, 37 * world, 37, 1.3, "fast", torch.float32, True, False, group)
+    check(1, 16, 20, 20, 1.0, "auto", torch.float32, False, False, group)
     check(0, 8, 20 * world, 20, 1.0, "lean", torch.float32, False, False, group)
     check(5, 8, 10, 40, 1.0, "fast", torch.float32, False, False, group)  # a whole shard of padding under TP
+    check_blocks(world, group)
+    for dtype in (torch.float32, torch.float64):
+        check_segments(dtype, group)
     if group is None:
         check_extremes()
+        check_reference_gap()
     else:
         dist.destroy_process_group()
     print("ok")
