@@ -60,7 +60,7 @@ def _place(x, y):
     if x is None and y is None:
         return []
     now = position()
-    return ["mousemove", "--sync", int(now[0] if x is None else x), int(now[1] if y is None else y)]
+    return ["mousemove", int(now[0] if x is None else x), int(now[1] if y is None else y)]
 
 
 def position():
