@@ -9,6 +9,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
+from slime_cua.core.errors import InfrastructureError
 from slime_cua.core.types import Episode, EpisodeGroup, Task
 from slime_cua.data.episodes import EpisodeStore
 
@@ -16,6 +17,7 @@ PlayOne = Callable[[Task, str, str], Awaitable[Episode]]
 """(task, group_id, episode_id) -> episode."""
 Progress = Callable[[int, int], None]
 """(finished, of how many)."""
+MAX_INVALID_IN_A_ROW = 12
 
 
 @dataclass(frozen=True)
@@ -35,9 +37,15 @@ async def sweep(
     num_workers: int,
     progress: Progress = lambda done, total: None,
 ) -> list[Episode]:
-    """The last episode of each item, in the items' order; invalid ones are tried again up to `max_retries` times."""
+    """The last episode of each item, in the items' order; invalid ones are tried again up to `max_retries` times.
+
+    Stored items without an honest score are played again: what broke them may be mended since. Raises InfrastructureError
+    when MAX_INVALID_IN_A_ROW items in a row end without a score.
+    """
     wanted = {item.key for item in items}
-    found = {group.group_id: group.episodes[-1] for group in store if group.group_id in wanted}
+    last = {group.group_id: group.episodes[-1] for group in store if group.group_id in wanted}
+    found = {key: episode for key, episode in last.items() if episode.is_valid}
+    row: list[Episode] = []
     waiting = [item for item in items if item.key not in found]
     queue = iter(waiting)
     progress(len(found), len(items))
@@ -46,6 +54,7 @@ async def sweep(
         for item in queue:
             found[item.key] = await _play_item(item, play, store, max_retries)
             progress(len(found), len(items))
+            _note_invalid(row, found[item.key])
 
     workers = [asyncio.create_task(work()) for _ in range(min(num_workers, len(waiting)))]
     try:
@@ -55,6 +64,19 @@ async def sweep(
             worker.cancel()
         await asyncio.gather(*workers, return_exceptions=True)
     return [found[item.key] for item in items]
+
+
+def _note_invalid(row: list[Episode], episode: Episode) -> None:
+    """Count items without a score in a row; so many mean that the desktops or judges are broken, not the tasks."""
+    if episode.is_valid:
+        row.clear()
+        return
+    row.append(episode)
+    if len(row) >= MAX_INVALID_IN_A_ROW:
+        reasons = sorted({one.error or one.stop_reason for one in row})[:3]
+        raise InfrastructureError(
+            f"{len(row)} episodes in a row ended without a score; the last failures were: {'; '.join(reasons)}"
+        )
 
 
 async def _play_item(item: Item, play: PlayOne, store: EpisodeStore, max_retries: int) -> Episode:

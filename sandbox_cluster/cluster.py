@@ -12,21 +12,27 @@ import asyncio
 import contextlib
 import hashlib
 import json
+import logging
 import os
 import secrets
 import select
 import subprocess
 import sys
+import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
 
 from slime_cua.config.sandbox import SandboxConfig
-from slime_cua.core.errors import PreflightError
+from slime_cua.core.errors import PreflightError, SandboxError
 
 CLIENT_TOKENS = "SLIME_CUA_CLIENT_TOKENS"
 HOST_TOKENS = "SLIME_CUA_HOST_TOKENS"
 STOP_S = 8.0
+MAX_RESTARTS = 5
+"""Of gateway and host together, in one run."""
+log = logging.getLogger(__name__)
 PROJECT = Path(__file__).resolve().parent.parent
 
 
@@ -48,6 +54,9 @@ class LocalCluster:
         self._host_id = host_id or f"run-{mark}"
         self._start_timeout_s, self._host_arguments = start_timeout_s, host_arguments
         self._host_token = ""
+        self.num_restarts = 0
+        self.failure: str | None = None
+        """Why the desktops are gone for good; None while they are not."""
         self.gateway: Service | None = None
         self.host: Service | None = None
 
@@ -94,6 +103,53 @@ class LocalCluster:
             self.state_dir / "host.log",
             self._start_timeout_s,
         )
+
+    @contextlib.contextmanager
+    def watched(self, every_s: float = 1.0) -> Iterator[None]:
+        """Restart what dies during the block: the gateway with its port and its leases, the host with fresh desktops.
+
+        After MAX_RESTARTS, or when a restart fails, `check` raises.
+        """
+        is_over = threading.Event()
+
+        def watch() -> None:
+            try:
+                while not is_over.wait(every_s):
+                    self.mend()
+            except (PreflightError, OSError) as error:
+                self.failure = str(error)
+
+        watching = threading.Thread(target=watch, name="cluster-watch", daemon=True)
+        watching.start()
+        try:
+            yield
+        finally:
+            is_over.set()
+            watching.join(2 * self._start_timeout_s)
+
+    def mend(self) -> None:
+        """Start again what has died. Raises PreflightError when that fails or was needed too often."""
+        for service in (self.gateway, self.host):
+            if service is None or service.process.poll() is None:
+                continue
+            self.num_restarts += 1
+            code = service.process.returncode
+            log.warning("the sandbox %s died (code %s): restarting it", service.name, code)
+            if self.num_restarts > MAX_RESTARTS:
+                raise PreflightError(
+                    f"the sandbox {service.name} died again (code {code}), after {MAX_RESTARTS} restarts: "
+                    f"see {self.state_dir}/{service.name}.log"
+                )
+            service.stop()
+            if service is self.gateway:
+                self.start_gateway(service.port)
+            else:
+                self.start_host()
+
+    def check(self) -> None:
+        """SandboxError when the desktops are gone for good."""
+        if self.failure is not None:
+            raise SandboxError(self.failure)
 
     def stop(self) -> None:
         """End both. May be repeated."""

@@ -27,14 +27,17 @@ def main(argv: list[str] | None = None) -> int:
         import difflib
 
         near = difflib.get_close_matches(name, COMMANDS, n=1)
-        print(f"slime-cua: no command {name!r}" + (f"; did you mean {near[0]}?" if near else ""), file=sys.stderr)
+        print(
+            f"slime-cua: no command {name!r}" + (f"; did you mean {near[0]}?" if near else ""),
+            file=sys.stderr,
+        )
         print(_usage(), file=sys.stderr)
         return 2
     return guarded(_load(COMMANDS[name][0]), rest)
 
 
 def guarded(command: Callable[[list[str]], int], arguments: list[str]) -> int:
-    """Run `command`; turn our errors into a sentence, Ctrl-C into exit code 130."""
+    """Run `command`; turn errors into a sentence, Ctrl-C into exit code 130. Only a bug of ours shows a traceback, too."""
     from slime_cua.core.errors import SlimeCuaError
 
     try:
@@ -45,6 +48,21 @@ def guarded(command: Callable[[list[str]], int], arguments: list[str]) -> int:
     except KeyboardInterrupt:
         print("interrupted; the same command continues where it stopped", file=sys.stderr)
         return 130
+    except BrokenPipeError:
+        sys.stderr.close()
+        return 1
+    except OSError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    except Exception as error:
+        import traceback
+
+        traceback.print_exc()
+        print(
+            f"error: unexpected {type(error).__name__}: {error}; please report the lines above",
+            file=sys.stderr,
+        )
+        return 1
 
 
 def _usage() -> str:

@@ -26,11 +26,14 @@ def run(session: Session) -> None:
 
     evaluate_arm(session, "base", session.model)
     start = cold_start(session)
-    with session.engines(start) as fleet:
-        evaluate_arm(session, "sft", start, fleet)
-        if session.config.num_steps:
+    if session.config.num_steps and session.run.phase_result("rl") is None:
+        with session.engines(start) as fleet:
+            evaluate_arm(session, "sft", start, fleet)
             reinforce(session, start, fleet)
             evaluate_arm(session, "rl", session.run.hf("rl"), fleet)
+    evaluate_arm(session, "sft", start)
+    if session.config.num_steps:
+        evaluate_arm(session, "rl", session.run.hf("rl"))
     finish(session)
 
 
@@ -38,8 +41,6 @@ def reinforce(session: Session, start: Path, fleet: Any) -> None:
     """Asynchronous RL from the checkpoint `start`: while the trainer works, admitted groups go on."""
     from slime_cua.launch.steps import Loop
 
-    if session.run.phase_result("rl") is not None:
-        return
     with session.trainer(start, session.config.trainer.optimizer) as trainer:
         loop = Loop(session, trainer, fleet)
         loop.resume_or_start()
@@ -61,11 +62,12 @@ def main(argv: list[str]) -> int:
     parser.add_argument("overrides", nargs="*", help="key=value, dotted, e.g. trainer.parallel.tp=4")
     arguments = parser.parse_args(argv)
     config = load(RunConfig, arguments.config, arguments.overrides)
+    from slime_cua.launch.children import no_child_left
     from slime_cua.launch.session import Session
     from slime_cua.launch.signals import interrupt_on_signals
 
     started = time.monotonic()
-    with interrupt_on_signals(), Session(config) as session:
+    with interrupt_on_signals(), no_child_left(), Session(config) as session:
         run(session)
     print(f"done in {(time.monotonic() - started) / 60:.1f} minutes; report: {config.run_dir}/report.html")
     return 0

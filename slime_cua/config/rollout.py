@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from slime_cua.config.base import ConfigModel
 
@@ -54,12 +54,44 @@ class RendererConfig(ConfigModel):
     """Passed to the chat template; None leaves the template's own default."""
 
 
+class SchedulerConfig(ConfigModel):
+    """What happens at the edges of the lag bound. The defaults throw nothing away and bias nothing; docs/pipeline.md."""
+
+    stale: Literal["wait", "mask", "drop"] = "wait"
+    """Groups that would get too old for any later step: the step waits for them; or it does not, and their too-old
+    turns are not trained; or it does not, and they are dropped (both are counted, both favour short tasks)."""
+    max_task_drops: int = Field(1, ge=0)
+    """For `drop`: a task that lost so many groups in a row to their age is waited for the next time."""
+    num_extra_groups: int = Field(0, ge=0)
+    """Groups admitted beyond the lag bound; needs `mask` or `drop`, which take what then comes too late."""
+    is_long_first: bool = True
+    """Of tasks drawn together those start first whose groups took longest so far."""
+    filters_flat_groups: bool = False
+    """Groups whose valid episodes all scored the same are not trained; others are admitted in their place."""
+    max_filtered_per_step: int = Field(16, ge=0)
+    """So many flat groups are filtered between two steps; more are trained, so that a step always comes."""
+    num_extra_episodes: int = Field(0, ge=0)
+    """Over-sampling: attempts beyond episodes_per_group; the group closes when enough valid ones are in."""
+    close_factor: float = Field(0.0, ge=0)
+    """Early close: once half of a group's attempts are valid, the rest has until close_factor times their median
+    duration; 0: all the time it needs."""
+
+    @model_validator(mode="after")
+    def _extra_groups_need_a_way_out(self) -> SchedulerConfig:
+        if self.num_extra_groups and self.stale == "wait":
+            raise ValueError(
+                "num_extra_groups > 0 needs stale = mask or drop: with wait no group may be beyond the lag bound"
+            )
+        return self
+
+
 class RolloutConfig(ConfigModel):
     engine: EngineConfig = EngineConfig()
     sampling: SamplingConfig = SamplingConfig()
     context: ContextConfig = ContextConfig()
     action_space: ActionSpaceConfig = ActionSpaceConfig()
     renderer: RendererConfig = RendererConfig()
+    scheduler: SchedulerConfig = SchedulerConfig()
     groups_per_step: int = Field(8, ge=1)
     episodes_per_group: int = Field(8, ge=1)
     max_turns: int = Field(50, ge=1)
@@ -70,3 +102,5 @@ class RolloutConfig(ConfigModel):
     """Replacement episodes a group may start for infrastructure failures."""
     episode_timeout_s: float = 3600.0
     turn_timeout_s: float = 600.0
+    call_timeout_s: float = Field(120.0, gt=0)
+    """Deadline of the driver's short calls to the rollout side (not of playing episodes)."""

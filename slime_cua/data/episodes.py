@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from pydantic import ValidationError
 
 from slime_cua.core.errors import DataError
+from slime_cua.core.files import write_atomic
 from slime_cua.core.types import EpisodeGroup
 
 
@@ -52,6 +53,29 @@ class EpisodeStore:
                     raise DataError(
                         f"{self.path}:{number}: no episode group: {where}: {first['msg']}"
                     ) from error
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of the file; 0 when there is none."""
+        return self.path.stat().st_size if self.path.exists() else 0
+
+    def rewind(self, num_bytes: int, is_kept: Callable[[EpisodeGroup], bool]) -> list[EpisodeGroup]:
+        """Take out the groups beyond the first `num_bytes` for which `is_kept` is false; gives those that stay.
+
+        The file is replaced as a whole: a crash leaves the old one or the new one.
+        """
+        if self.num_bytes <= num_bytes:
+            return []
+        head = self.path.read_bytes()[:num_bytes]
+        late: list[EpisodeGroup] = []
+        place = 0
+        for group, line in zip(self, self.path.open("rb"), strict=False):
+            place += len(line)
+            if place > num_bytes and is_kept(group):
+                late.append(group)
+        tail = b"".join(group.model_dump_json().encode() + b"\n" for group in late)
+        write_atomic(self.path, head + tail)
+        return late
 
     def read(self) -> list[EpisodeGroup]:
         """All whole groups; `num_dropped_bytes` then says what a cut last line held."""

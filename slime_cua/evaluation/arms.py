@@ -38,7 +38,7 @@ def evaluate_arm(session: Session, name: str, model: Path, fleet: Any = None) ->
         return
     tasks = heldout(session)
     session.console.say(f"evaluating {name} on {len(tasks)} held-out episodes")
-    episodes: list[Episode] = session.rollout(
+    episodes: list[Episode] = session.play(
         "evaluate", phase, tasks, session.config.evaluation.temperature, what=f"evaluating {name}"
     )
     attempts = attempts_of(episodes, tasks)

@@ -26,7 +26,7 @@ def cold_start(session: Session) -> Path:
         return target
     tasks = evenly(session.step_tasks())
     session.console.say(f"collecting {config.num_episodes} demonstrations")
-    episodes: list[Episode] = session.rollout(
+    episodes: list[Episode] = session.play(
         "demonstrate", DEMONSTRATIONS, tasks, config.num_episodes, what="demonstrations"
     )
     samples = demonstration_samples(episodes, config.min_rule_score)

@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import sys
 import time
+from collections.abc import Iterator
+from pathlib import Path
 
 TTY_EVERY_S = 1.0
 LOG_EVERY_S = 15.0
 
 
 class Console:
-    """Prints with the time since the start. Progress lines overwrite themselves on a terminal and are rare in a log."""
+    """Prints with the time since the start. Progress lines overwrite themselves on a terminal and are rare in a log.
+
+    `record` keeps every line, progress too, in a file, so that somebody else can see where the run is.
+    """
 
     def __init__(self) -> None:
+        self._log: logging.Logger | None = None
         self._start = time.monotonic()
         self._shown = 0.0
         self._is_tty = sys.stdout.isatty()
@@ -22,8 +30,34 @@ class Console:
     def elapsed_s(self) -> float:
         return time.monotonic() - self._start
 
+    @contextlib.contextmanager
+    def record(self, path: Path) -> Iterator[None]:
+        """Lines go to the file `path`, too, with the warnings of our packages, for the length of the block."""
+        handler = logging.FileHandler(path)
+        handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+        self._log = logging.getLogger("slime_cua.console")
+        self._log.setLevel(logging.INFO)
+        loggers = [logging.getLogger(name) for name in ("slime_cua", "rollout", "sandbox_cluster")]
+        for logger in loggers:
+            logger.addHandler(handler)
+        try:
+            yield
+        finally:
+            self._log = None
+            for logger in loggers:
+                logger.removeHandler(handler)
+            handler.close()
+
     def say(self, text: str) -> None:
         """A line that stays."""
+        self._keep(text)
+        self._print(text)
+
+    def _keep(self, text: str) -> None:
+        if self._log is not None:
+            self._log.info(text)
+
+    def _print(self, text: str) -> None:
         if self._is_open:
             print()
             self._is_open = False
@@ -32,6 +66,7 @@ class Console:
 
     def progress(self, text: str) -> None:
         """A line that may be passed over when the last one was a moment ago."""
+        self._keep(text)
         now = time.monotonic()
         if now - self._shown < (TTY_EVERY_S if self._is_tty else LOG_EVERY_S):
             return
@@ -41,4 +76,4 @@ class Console:
             print(f"\r\033[K[{minutes:2d}:{seconds:02d}] {text}", end="", flush=True)
             self._is_open = True
         else:
-            self.say(text)
+            self._print(text)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -113,8 +114,18 @@ class ExternalEngine:
         return True
 
 
-def make_fleet(config: EngineConfig, model: Path, log_dir: Path, *, use_gpu: bool) -> EngineFleet:
-    """The fleet that the config asks for, not started yet; every server starts with `model` as version 0."""
+def make_fleet(
+    config: EngineConfig,
+    model: Path,
+    log_dir: Path,
+    *,
+    use_gpu: bool,
+    on_change: Callable[[tuple[str, ...], int], None] | None = None,
+) -> EngineFleet:
+    """The fleet that the config asks for, not started yet; every server starts with `model` as version 0.
+
+    on_change: hears, from the fleet's thread, of URLs in traffic and their version whenever these change.
+    """
     handles: list[EngineHandle]
     if config.kind == "external":
         handles = [ExternalEngine(url) for url in config.urls]
@@ -123,4 +134,4 @@ def make_fleet(config: EngineConfig, model: Path, log_dir: Path, *, use_gpu: boo
             RayEngine(config, model, log_dir / f"engine_{index}.log", num_gpus=config.tp if use_gpu else 0)
             for index in range(config.num_engines)
         ]
-    return EngineFleet(handles, update_timeout_s=config.request_timeout_s)
+    return EngineFleet(handles, update_timeout_s=config.request_timeout_s, on_change=on_change)

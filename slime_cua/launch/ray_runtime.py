@@ -1,22 +1,32 @@
-"""Ray: started for the run on one machine, or joined where a cluster is up. Only named variables travel to workers."""
+"""Ray: started for the run on one machine, or joined where a cluster is up. Only named variables travel to workers.
+
+A Ray that we start keeps its sockets and logs in a folder of its own (its path must be short: they are Unix sockets), which
+goes when the run ends. A killed run leaves that folder; the next start on the machine removes it.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import logging
 import os
 import re
+import shutil
+import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from slime_cua.core.errors import PreflightError
+from slime_cua.core.errors import InfrastructureError, PreflightError
 
 FORWARDED = re.compile(
     r"^(NCCL_|GLOO_|SLIME_CUA_|TORCH_|NVSHMEM_|HF_HUB_OFFLINE$|OMP_NUM_THREADS$|CUDA_DEVICE_)"
 )
 SECRET = re.compile(r"(KEY|TOKEN|SECRET|PASSWORD)", re.IGNORECASE)
 OBJECT_STORE_BYTES = 256 << 20
+FOLDER_PREFIX = "slime_cua_ray_"
+FOLDER_PARENT = Path("/tmp")
 
 
 def forwarded_environment(environment: Mapping[str, str]) -> dict[str, str]:
@@ -31,31 +41,34 @@ def forwarded_environment(environment: Mapping[str, str]) -> dict[str, str]:
 def ray_runtime(*, num_gpus_needed: int, log_dir: Path) -> Iterator[None]:
     """Ray for the length of the block. RAY_ADDRESS joins a running cluster; otherwise one starts on this machine.
 
-    Raises PreflightError when the cluster has fewer GPUs than the run needs.
+    Raises PreflightError when the cluster has fewer GPUs than the run needs or cannot be joined.
     """
     os.environ.setdefault("RAY_DEDUP_LOGS", "0")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     import ray
 
-    root = str(Path(__file__).resolve().parents[2])
-    python_path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
-    variables = {
-        **forwarded_environment(os.environ),
-        "PYTHONPATH": python_path,
-        "TOKENIZERS_PARALLELISM": "false",
-    }
     address = os.environ.get("RAY_ADDRESS")
-    local: dict[str, Any] = {} if address else {"num_cpus": 64, "object_store_memory": OBJECT_STORE_BYTES}
-    ray.init(
-        address=address,
-        include_dashboard=False,
-        log_to_driver=False,
-        logging_level=logging.ERROR,
-        runtime_env={"env_vars": variables},
-        **local,
-    )
-    try:
+    with contextlib.ExitStack() as stack:
+        local: dict[str, Any] = {}
+        if not address:
+            folder = stack.enter_context(temporary_folder())
+            local = {"num_cpus": 64, "object_store_memory": OBJECT_STORE_BYTES, "_temp_dir": str(folder)}
+        stack.callback(ray.shutdown)
+        try:
+            ray.init(
+                address=address,
+                include_dashboard=False,
+                log_to_driver=False,
+                logging_level=logging.ERROR,
+                runtime_env={"env_vars": _worker_environment()},
+                **local,
+            )
+        except (ConnectionError, RuntimeError, TimeoutError) as error:
+            where = (
+                f"the Ray cluster RAY_ADDRESS={address} cannot be joined" if address else "Ray did not start"
+            )
+            raise PreflightError(f"{where}: {first_line(error)}") from error
         have = int(ray.cluster_resources().get("GPU", 0))
         if have < num_gpus_needed:
             raise PreflightError(
@@ -64,5 +77,67 @@ def ray_runtime(*, num_gpus_needed: int, log_dir: Path) -> Iterator[None]:
             )
         (log_dir / "ray_job").write_text(ray.get_runtime_context().get_job_id())
         yield
+
+
+@contextmanager
+def temporary_folder(parent: Path = FOLDER_PARENT) -> Iterator[Path]:
+    """A folder for one local Ray, held by a lock, removed at the end; folders of killed runs are removed first."""
+    remove_abandoned(parent)
+    folder = Path(tempfile.mkdtemp(prefix=FOLDER_PREFIX, dir=parent))
+    lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield folder
     finally:
-        ray.shutdown()
+        shutil.rmtree(folder, ignore_errors=True)
+        os.close(lock)
+
+
+def remove_abandoned(parent: Path = FOLDER_PARENT) -> int:
+    """Remove folders of Rays whose driver is gone: nobody holds their lock. Gives how many; others' are left alone."""
+    num_removed = 0
+    for folder in parent.glob(f"{FOLDER_PREFIX}*"):
+        try:
+            lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        except OSError:
+            continue
+        try:
+            if os.fstat(lock).st_uid == os.geteuid():
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(folder, ignore_errors=True)
+                num_removed += 1
+        except BlockingIOError:
+            pass
+        finally:
+            os.close(lock)
+    return num_removed
+
+
+def explain_loss(who: str, logs: str, error: BaseException) -> InfrastructureError:
+    """What a dead actor means for a person: a sentence, the likely cause, where to look."""
+    import ray
+
+    if isinstance(error, ray.exceptions.OutOfMemoryError) or "memory" in first_line(error).lower():
+        return InfrastructureError(
+            f"{who} was ended because the machine's memory is full: use fewer or smaller parts "
+            f"(sandbox.num_desktops, trainer.max_tokens_per_rank, rollout.engine.max_batch); logs: {logs}"
+        )
+    return InfrastructureError(
+        f"{who} died (killed, crashed, or out of memory): see {logs} and the kernel's log (dmesg); the same command "
+        f"continues the run"
+    )
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error's text that says something; its type when there is none."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[0] if lines else type(error).__name__
+
+
+def _worker_environment() -> dict[str, str]:
+    root = str(Path(__file__).resolve().parents[2])
+    return {
+        **forwarded_environment(os.environ),
+        "PYTHONPATH": os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])]),
+        "TOKENIZERS_PARALLELISM": "false",
+    }

@@ -110,8 +110,8 @@ class RolloutActor:
             sampler,
             scheduler,
             store,
-            lambda task, group_id, episode_id, on_version: self._play(
-                task, policy, group_id, episode_id, on_version
+            lambda task, group_id, episode_id, on_request: self._play(
+                task, policy, group_id, episode_id, on_request
             ),
         )
         late = roll_back(store, scheduler, 0 if state is None else state["store_bytes"])
@@ -162,10 +162,10 @@ class RolloutActor:
         policy: PolicyPort,
         group_id: str,
         episode_id: str,
-        on_version: Callable[[int], None] = lambda version: None,
+        on_request: Callable[[], None] = lambda: None,
     ) -> Episode:
         episode = await self.player.play(
-            task, policy, group_id=group_id, episode_id=episode_id, on_version=on_version
+            task, policy, group_id=group_id, episode_id=episode_id, on_request=on_request
         )
         self._num_ended += 1
         return episode
@@ -174,14 +174,17 @@ class RolloutActor:
         def note(done: int, total: int) -> None:
             self._progress = (done, total)
 
-        return await sweep(
-            items,
-            play,
-            EpisodeStore(self.run_dir / "episodes" / f"{name}.jsonl"),
-            max_retries=self.config.rollout.max_infra_retries,
-            num_workers=self.config.sandbox.num_desktops,
-            progress=note,
-        )
+        try:
+            return await sweep(
+                items,
+                play,
+                EpisodeStore(self.run_dir / "episodes" / f"{name}.jsonl"),
+                max_retries=self.config.rollout.max_infra_retries,
+                num_workers=self.config.sandbox.num_desktops,
+                progress=note,
+            )
+        finally:
+            self._progress = (0, 0)
 
     def _encode(self, action: Action) -> tuple[int, ...]:
         return self.renderer.answer_ids(format_action(action, self.config.rollout.action_space.family))

@@ -25,7 +25,8 @@ from slime_cua.core.files import write_atomic
 
 MAY_CHANGE = ("num_steps", "minutes", "save_every", "eval_every", "log", "run_dir")
 """Top-level keys that may differ between a run and its continuation."""
-MIN_FREE_BYTES = 1 << 30
+MIN_FREE_BYTES = 256 << 20
+"""Below that nothing starts; what a model's checkpoints take is looked at by launch.preflight."""
 
 
 class RunDir:
@@ -52,13 +53,18 @@ class RunDir:
             raise PreflightError(
                 f"another run is at work in {self.path}: wait, end it, or set run_dir"
             ) from None
-        self._check_disk()
-        self._check_config()
+        try:
+            self._check_disk()
+            self._check_config()
+        except BaseException:
+            self.__exit__()
+            raise
         return self
 
     def __exit__(self, *_: object) -> None:
         if self._lock is not None:
             os.close(self._lock)
+            self._lock = None
 
     def episodes(self, name: str) -> Path:
         return self.path / "episodes" / f"{name}.jsonl"

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import itertools
+import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from sandbox_cluster.cluster import LocalCluster
-from sandbox_cluster.tasks.loader import load_tasks
 from slime_cua.config.run import RunConfig
 from slime_cua.config.trainer import OptimizerConfig
 from slime_cua.core.errors import ConfigError, InfrastructureError, SlimeCuaError
@@ -19,12 +19,17 @@ from slime_cua.core.types import Task
 from slime_cua.data.images import ImageStore
 from slime_cua.launch.console import Console
 from slime_cua.launch.engines import make_fleet
-from slime_cua.launch.ray_runtime import ray_runtime
+from slime_cua.launch.failures import explained
+from slime_cua.launch.preflight import check_disk, check_inputs
+from slime_cua.launch.ray_runtime import explain_loss, ray_runtime
 from slime_cua.launch.run_dir import RunDir
 from slime_cua.launch.trainer_group import RayTrainerGroup
 from slime_cua.observability.logger import MetricsLogger
+from slime_cua.observability.metrics import Axis
 
 POLL_S = 1.0
+STALL_MARGIN_S = 60.0
+"""Beyond its deadlines an episode needs time to notice them and to give its desktop back."""
 
 
 class Session:
@@ -34,31 +39,29 @@ class Session:
         self.config = config
         self.console = Console()
         self._stack = ExitStack()
-        self._urls: tuple[str, ...] = ()
+        self._cluster: LocalCluster | None = None
 
     def __enter__(self) -> Session:
         try:
             self._start()
         except BaseException:
-            self._stack.close()
-            raise
+            if not self._stack.__exit__(*sys.exc_info()):
+                raise
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._stack.close()
+        self._stack.__exit__(kind, error, trace)
 
     def _start(self) -> None:
         config = self.config
         self.model = Path(config.model)
-        if not (self.model / "config.json").is_file():
-            raise ConfigError(
-                f"model = {config.model!r}: no Hugging Face checkpoint is there (config.json is missing)"
-            )
-        self.train_tasks = load_tasks(config.tasks.train) if config.tasks.train else []
-        self.heldout_tasks = load_tasks(config.tasks.heldout) if config.tasks.heldout else []
+        self.train_tasks, self.heldout_tasks = check_inputs(config)
         self.run = self._stack.enter_context(RunDir(config))
+        self._stack.enter_context(explained(self.run.logs))
+        self._stack.enter_context(self.console.record(self.run.logs / "driver.log"))
+        check_disk(self.run.path, self.model)
         self.images = ImageStore(self.run.images)
         self.use_gpu = _has_gpu()
         gateway_url, token = self._desktops()
@@ -68,7 +71,7 @@ class Session:
             project=config.log.project,
             wandb_mode=config.log.wandb_mode,
             config=config.model_dump(mode="json"),
-            resume_step=self._resume_step(),
+            resume_steps=self._resume_steps(),
         )
         self._stack.callback(self.logger.close)
         self._start_rollout(gateway_url, token)
@@ -84,8 +87,10 @@ class Session:
                 )
             return self.config.sandbox.gateway_url, token
         self.console.say(f"starting a gateway and a host with {self.config.sandbox.num_desktops} desktops")
-        cluster = self._stack.enter_context(LocalCluster(self.config.sandbox, self.run.path / "sandbox"))
-        return cluster.url, cluster.token
+        self._cluster = LocalCluster(self.config.sandbox, self.run.path / "sandbox")
+        self._stack.enter_context(self._cluster)
+        self._stack.enter_context(self._cluster.watched())
+        return self._cluster.url, self._cluster.token
 
     def _start_ray(self) -> None:
         self.console.say("starting Ray")
@@ -106,6 +111,7 @@ class Session:
             self.config.model_dump(mode="json"), str(self.model), gateway_url, token, str(self.run.path)
         )
         self._stack.callback(self._close_rollout)
+        self.rollout("open")
 
     def _close_rollout(self) -> None:
         import ray
@@ -116,30 +122,62 @@ class Session:
             self.console.say("the rollout side did not close in time; its leases end by themselves")
         ray.kill(self._rollout)
 
-    def rollout(self, method: str, *args: Any, what: str = "", timeout_s: float | None = None) -> Any:
-        """Call the rollout actor and wait; with `what`, progress is shown meanwhile."""
+    def rollout(self, method: str, *args: Any) -> Any:
+        """Call the rollout actor and wait, at most rollout.call_timeout_s."""
+        return self._ask(getattr(self._rollout, method).remote(*args), self.config.rollout.call_timeout_s)
+
+    def play(self, method: str, *args: Any, what: str, meanwhile: Callable[[], None] = lambda: None) -> Any:
+        """Call a method of the rollout actor that plays episodes; progress is shown, `meanwhile` is called.
+
+        Raises InfrastructureError when no episode ended for as long as one may take: then something is stuck.
+        """
         import ray
 
         call = getattr(self._rollout, method).remote(*args)
-        deadline = time.monotonic() + timeout_s if timeout_s else None
+        limit_s = (
+            self.config.sandbox.acquire_timeout_s + self.config.rollout.episode_timeout_s + STALL_MARGIN_S
+        )
+        num_before, moved = -1, time.monotonic()
         while not ray.wait([call], timeout=POLL_S)[0]:
-            if what:
-                done, total = ray.get(self._rollout.progress.remote())
-                self.console.progress(f"{what}: {done} of {total}")
-            if deadline is not None and time.monotonic() > deadline:
-                raise InfrastructureError(f"the rollout side did not finish {method} within {timeout_s} s")
+            done, total, num_ended = self.rollout("progress")
+            self.console.progress(f"{what}: {done} of {total}" if total else what)
+            if self._cluster is not None:
+                self._cluster.check()
+            meanwhile()
+            if num_ended != num_before:
+                num_before, moved = num_ended, time.monotonic()
+            elif time.monotonic() - moved > limit_s:
+                raise InfrastructureError(
+                    f"no episode ended within {limit_s:.0f} s (sandbox.acquire_timeout_s + rollout.episode_timeout_s): "
+                    f"see {self.run.logs}/rollout.log and {self.run.path}/sandbox/*.log"
+                )
+        return self._ask(call, self.config.rollout.call_timeout_s)
+
+    def _ask(self, call: Any, timeout_s: float) -> Any:
+        import ray
+
         try:
-            return ray.get(call)
+            return ray.get(call, timeout=timeout_s)
+        except ray.exceptions.GetTimeoutError as error:
+            raise InfrastructureError(
+                f"the rollout side did not answer within rollout.call_timeout_s = {timeout_s} s: see {self.run.logs}/rollout.log"
+            ) from error
         except ray.exceptions.RayTaskError as error:
             raise (error.cause if isinstance(error.cause, SlimeCuaError) else error) from None
         except ray.exceptions.RayActorError as error:
-            raise InfrastructureError(f"the rollout actor died: {error}") from error
+            raise explain_loss("the rollout side", f"{self.run.logs}/rollout.log", error) from error
 
     @contextmanager
     def engines(self, model: Path) -> Iterator[Any]:
         """The fleet with `model` as version 0, in use by the rollout side."""
         self.console.say(f"starting {self.config.rollout.engine.num_engines} engine(s) on {model}")
-        fleet = make_fleet(self.config.rollout.engine, model, self.run.logs, use_gpu=self.use_gpu)
+        fleet = make_fleet(
+            self.config.rollout.engine,
+            model,
+            self.run.logs,
+            use_gpu=self.use_gpu,
+            on_change=lambda urls, version: self._rollout.set_engines.remote(urls, version),
+        )
         with fleet:
             self.rollout("set_engines", fleet.serving(), 0)
             yield fleet
@@ -163,9 +201,13 @@ class Session:
             raise ConfigError("tasks.train names no task: give folders or files of task JSON")
         return self.train_tasks
 
-    def _resume_step(self) -> int | None:
+    def _resume_steps(self) -> dict[Axis, int]:
+        """The last step of each axis that is done for good; what was logged beyond is done again."""
         checkpoint = self.run.latest_checkpoint()
-        return int(checkpoint.name.removeprefix("step_")) if checkpoint else None
+        done: dict[Axis, int] = {"step": int(checkpoint.name.removeprefix("step_")) if checkpoint else 0}
+        if self.run.phase_result("sft") is None:
+            done["sft_step"] = -1
+        return done
 
 
 def evenly(tasks: Sequence[Task], count: int = 0) -> list[Task]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,17 +10,20 @@ from typing import TYPE_CHECKING, Any
 
 from slime_cua.config.trainer import TrainerConfig
 from slime_cua.core.errors import EngineError, InfrastructureError, SlimeCuaError
+from slime_cua.launch.ray_runtime import explain_loss
 
 if TYPE_CHECKING:
     from slime_cua.trainer.publisher import PublishReport
+
+
+DEATH_NEWS_S = 5.0
+"""Ray needs a moment to see that a process is gone."""
 
 
 class TrainerActor:
     """Wraps a TrainerRank; built inside the actor, so that the driver never imports megatron."""
 
     def __init__(self, config: dict[str, Any], rank: int, log_path: str) -> None:
-        import os
-
         with Path(log_path).open("ab", buffering=0) as log:
             os.dup2(log.fileno(), 1)
             os.dup2(log.fileno(), 2)
@@ -78,15 +82,19 @@ class RayTrainerGroup:
     def __init__(self, config: TrainerConfig, *, use_gpu: bool, log_dir: Path) -> None:
         import ray
 
-        self._config = config
+        self._config, self._log_dir = config, log_dir
         self.world_size = config.parallel.world_size
         actor: Any = ray.remote(num_cpus=0, num_gpus=1 if use_gpu else 0, max_restarts=0)(TrainerActor)
         self._ranks: list[Any] = [
             actor.remote(config.model_dump(mode="json"), rank, str(log_dir / f"trainer_{rank}.log"))
             for rank in range(self.world_size)
         ]
-        address = self._get(self._ranks[0].address.remote())
-        self._get([rank.initialise.remote(self.world_size, address) for rank in self._ranks])
+        try:
+            address = self._get([self._ranks[0].address.remote()])[0]
+            self._get([rank.initialise.remote(self.world_size, address) for rank in self._ranks])
+        except BaseException:
+            self.close()
+            raise
 
     def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
         """Run `method` on every rank with the same arguments; rank 0's result."""
@@ -107,17 +115,35 @@ class RayTrainerGroup:
         for rank in self._ranks:
             ray.kill(rank)
 
-    def _get(self, refs: Any) -> Any:
+    def _get(self, refs: list[Any]) -> list[Any]:
         import ray
 
         try:
-            return ray.get(refs, timeout=self._config.timeout_s)
+            return list(ray.get(refs, timeout=self._config.timeout_s))
         except ray.exceptions.GetTimeoutError as error:
             raise InfrastructureError(
-                f"the trainer did not answer within trainer.timeout_s = {self._config.timeout_s}: see logs/trainer_*.log"
+                f"the trainer did not answer within trainer.timeout_s = {self._config.timeout_s}: see {self._log_dir}/trainer_*.log"
             ) from error
         except ray.exceptions.RayTaskError as error:
-            cause = error.cause
-            raise (cause if isinstance(cause, SlimeCuaError) else error) from None
+            if isinstance(error.cause, SlimeCuaError):
+                raise error.cause from None
+            self._check_alive(refs)
+            raise
         except ray.exceptions.RayActorError as error:
-            raise InfrastructureError(f"a trainer rank died: see logs/trainer_*.log ({error})") from error
+            raise self._loss(error) from error
+
+    def _check_alive(self, refs: list[Any]) -> None:
+        """When a rank dies, the others may complain first: say who died, not who complained."""
+        import ray
+
+        ray.wait(refs, num_returns=len(refs), timeout=DEATH_NEWS_S)
+        for ref in refs:
+            try:
+                ray.get(ref, timeout=0)
+            except ray.exceptions.RayActorError as error:
+                raise self._loss(error) from error
+            except ray.exceptions.RayError:
+                continue
+
+    def _loss(self, error: BaseException) -> InfrastructureError:
+        return explain_loss("a trainer rank", f"{self._log_dir}/trainer_*.log", error)

@@ -7,6 +7,7 @@ import math
 import os
 import secrets
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,8 @@ from slime_cua.observability.metrics import Axis, find
 class MetricsLogger:
     """Writes RUN/metrics.jsonl ({"axis", "step", "time_s", "values"}) and a W&B run (offline by default).
 
-    Resume policy: rows of an axis beyond `resume_step` were logged by steps that are done again; they are removed
-    from the file, so that each step has one row, the new one. The W&B run keeps its id (RUN/wandb_id) and uses its own
+    Resume policy: rows beyond `resume_step` of the axis "step", and beyond `resume_steps` of any axis, were logged by
+    steps that are done again; they are removed from the file, so that each step has one row, the new one. The W&B run keeps its id (RUN/wandb_id) and uses its own
     axis metric, never the library's counter, so that later values at the same step replace the older ones in plots.
 
     Raises ValueError for a name that metrics.METRICS does not list.
@@ -32,11 +33,13 @@ class MetricsLogger:
         wandb_mode: str = "offline",
         config: dict[str, Any] | None = None,
         resume_step: int | None = None,
+        resume_steps: Mapping[Axis, int] | None = None,
     ) -> None:
         self.path = run_dir / "metrics.jsonl"
         run_dir.mkdir(parents=True, exist_ok=True)
-        if resume_step is not None:
-            self._forget_after(resume_step)
+        done: dict[Axis, int] = {} if resume_step is None else {"step": resume_step}
+        for axis, step in {**done, **(resume_steps or {})}.items():
+            self._forget_after(axis, step)
         self._file = self.path.open("a", buffering=1)
         self._wandb = _start_wandb(run_dir, project, wandb_mode, config or {})
 
@@ -58,10 +61,13 @@ class MetricsLogger:
     def close(self) -> None:
         self._file.close()
         if self._wandb is not None:
-            self._wandb.finish()
+            import wandb
 
-    def _forget_after(self, step: int) -> None:
-        rows = [row for row in read_rows(self.path) if row["axis"] != "step" or row["step"] <= step]
+            self._wandb.finish()
+            wandb.teardown()
+
+    def _forget_after(self, axis: str, step: int) -> None:
+        rows = [row for row in read_rows(self.path) if row["axis"] != axis or row["step"] <= step]
         if self.path.exists():
             write_atomic(self.path, "".join(json.dumps(row) + "\n" for row in rows).encode())
 

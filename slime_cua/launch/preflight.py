@@ -1,0 +1,83 @@
+"""What is looked at before a run starts anything: the first fault is a sentence that names the key and what to do."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import struct
+from collections.abc import Iterator
+from math import prod
+from pathlib import Path
+
+from sandbox_cluster.tasks.loader import load_tasks
+from slime_cua.config.run import RunConfig
+from slime_cua.core.errors import ConfigError, PreflightError
+from slime_cua.core.types import Task
+from slime_cua.trainer.layouts import check_divisibility
+
+MODEL_FILES = ("config.json", "tokenizer.json", "preprocessor_config.json")
+BASE_BYTES = 256 << 20
+"""Screenshots, episodes and logs of a small run."""
+BYTES_PER_PARAMETER = 52
+"""Three checkpoints (weights, master weights, two moments: 12 to 16 bytes each) and an export or two."""
+
+
+def check_inputs(config: RunConfig) -> tuple[list[Task], list[Task]]:
+    """Training and held-out tasks of a run whose model and tasks are there. Raises ConfigError or TaskError.
+
+    Looks at files only: nothing is started, written or imported that takes long.
+    """
+    check_model(config)
+    train = load_tasks(config.tasks.train) if config.tasks.train else []
+    heldout = load_tasks(config.tasks.heldout) if config.tasks.heldout else []
+    if (config.sft.num_episodes or config.num_steps) and not train:
+        raise ConfigError("tasks.train names no task: give folders or files of task JSON")
+    both = {task.id for task in train} & {task.id for task in heldout}
+    if both:
+        raise ConfigError(
+            f"{len(both)} task(s) are in tasks.train and in tasks.heldout, for example {min(both)}: "
+            "held-out scores would mean nothing"
+        )
+    return train, heldout
+
+
+def check_model(config: RunConfig) -> None:
+    """ConfigError unless `model` is a whole Hugging Face folder that the trainer's layout fits."""
+    folder = Path(config.model)
+    if not config.model or not folder.is_dir():
+        raise ConfigError(
+            f"model = {config.model!r}: there is no such folder; give a Hugging Face checkpoint"
+        )
+    missing = [name for name in MODEL_FILES if not (folder / name).is_file()]
+    if not any(folder.glob("*.safetensors")):
+        missing.append("*.safetensors (the weights)")
+    if missing:
+        raise ConfigError(
+            f"model = {config.model!r}: no Hugging Face checkpoint is there, {', '.join(missing)} missing"
+        )
+    check_divisibility(folder, config.trainer.parallel)
+
+
+def check_disk(run_dir: Path, model: Path) -> None:
+    """PreflightError when `run_dir`'s disk has less room than checkpoints and exports of `model` take."""
+    needed = BASE_BYTES + BYTES_PER_PARAMETER * num_parameters(model)
+    free = shutil.disk_usage(run_dir).free
+    if free < needed:
+        raise PreflightError(
+            f"{run_dir} has {free >> 20} MiB free, this run needs about {needed >> 20}: free some, or set run_dir"
+        )
+
+
+def num_parameters(model: Path) -> int:
+    """Parameters in the safetensors files of a folder, by their headers. Raises ConfigError for a broken file."""
+    return sum(prod(shape) for path in sorted(model.glob("*.safetensors")) for shape in _shapes(path))
+
+
+def _shapes(path: Path) -> Iterator[list[int]]:
+    try:
+        with path.open("rb") as file:
+            (length,) = struct.unpack("<Q", file.read(8))
+            header = json.loads(file.read(length))
+    except (OSError, ValueError, struct.error) as error:
+        raise ConfigError(f"{path} is no whole safetensors file: {error}") from None
+    yield from (entry["shape"] for name, entry in header.items() if name != "__metadata__")
