@@ -13,12 +13,23 @@ It never deadlocks: at version v at most (L + 1) * B groups are outstanding, eve
 v + L, so the same bound with k + 1 in place of k holds before each step, and once all groups have finished, taking
 the B earliest deadlines restores it. So no token is ever dropped for its age (I6). L = 0 is the synchronous schedule.
 For L = 1 the rule is the plain one: groups with tokens older than v go first, and the step waits for them.
+
+That is `stale = wait`. With `mask` a step needs B finished groups and nothing else, and what is older than v - L is
+not trained (`oldest_trainable`). With `drop` a step waits for protected groups only, by the same rule; others that no
+later step may train are dropped when it is done. A task that lost `max_task_drops` groups in a row gets a protected
+one, and at most (L + 1) * B groups are protected at once, so `drop` starves no task and does not deadlock either.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field
 from typing import Any
+
+from slime_cua.config.rollout import SchedulerConfig
+
+DURATION_RETENTION = 0.5
+"""Share of the old estimate that stays when a task's duration was measured again."""
 
 
 @dataclass
@@ -32,6 +43,8 @@ class GroupState:
     oldest_version: int | None = None
     """Least version of any token sampled so far; None before the first."""
     is_finished: bool = False
+    is_protected: bool = True
+    """The step waits for it; without `stale = drop` that is every group."""
 
 
 @dataclass
@@ -43,8 +56,23 @@ class Scheduler:
     version: int = 0
     num_admitted: int = 0
     num_dropped: int = 0
+    """All that left untrained: too few valid episodes, stale, filtered."""
     groups: dict[str, GroupState] = field(default_factory=dict)
     """Admitted and neither trained nor dropped, in admission order."""
+    options: SchedulerConfig = field(default_factory=SchedulerConfig)
+    num_stale: int = 0
+    """Of the dropped: for their age."""
+    num_masked: int = 0
+    """Trained groups that held turns too old to train."""
+    num_filtered: int = 0
+    """Of the dropped: all episodes scored the same."""
+    num_flat_kept: int = 0
+    """Flat groups trained because max_filtered_per_step was reached."""
+    filtered_this_step: int = 0
+    durations_s: dict[str, float] = field(default_factory=dict)
+    """Measured duration of each task's groups."""
+    stale_in_a_row: dict[str, int] = field(default_factory=dict)
+    """Tasks whose last groups were dropped for their age."""
 
     def __post_init__(self) -> None:
         if self.groups_per_step < 1 or self.max_policy_lag < 0:
@@ -56,6 +84,7 @@ class Scheduler:
     def capacity(self) -> int:
         """How many groups may be admitted now."""
         limit = (self.version + self.max_policy_lag + 1) * self.groups_per_step
+        limit += self.options.num_extra_groups
         return max(0, limit - (self.num_admitted - self.num_dropped))
 
     def admit(self, group_id: str, task_id: str) -> GroupState:
@@ -66,22 +95,41 @@ class Scheduler:
             )
         if group_id in self.groups:
             raise RuntimeError(f"group {group_id} is admitted already")
-        state = GroupState(group_id, task_id, self.num_admitted)
+        state = GroupState(group_id, task_id, self.num_admitted, is_protected=self._protects(task_id))
         self.groups[group_id] = state
         self.num_admitted += 1
         return state
 
-    def record_version(self, group_id: str, version: int) -> None:
-        """A token of the group was sampled under `version`."""
-        state = self.groups.get(group_id)
-        if state is not None:
-            state.oldest_version = (
-                version if state.oldest_version is None else min(state.oldest_version, version)
-            )
+    def long_first(self, task_ids: Iterable[str]) -> list[str]:
+        """Tasks in the order in which to start them: longest measured duration first, unknown ones as the mean."""
+        tasks = list(task_ids)
+        if not self.options.is_long_first or not self.durations_s:
+            return tasks
+        mean = sum(self.durations_s.values()) / len(self.durations_s)
+        return sorted(tasks, key=lambda task: -self.durations_s.get(task, mean))
 
-    def finish(self, group_id: str) -> None:
-        """All episodes of the group are in."""
+    def record_version(self, group_id: str, version: int) -> None:
+        """A token of the group was, or is about to be, sampled under `version`."""
+        state = self.groups.get(group_id)
+        if state is not None and (state.oldest_version is None or version < state.oldest_version):
+            state.oldest_version = version
+
+    def record_duration(self, task_id: str, seconds: float) -> None:
+        """A group of the task took so long from its start to its last episode."""
+        known = self.durations_s.get(task_id, seconds)
+        self.durations_s[task_id] = DURATION_RETENTION * known + (1 - DURATION_RETENTION) * seconds
+
+    def finish(self, group_id: str, is_flat: bool = False) -> bool:
+        """All episodes of the group are in; `is_flat`: they all scored the same. False if it was filtered (dropped)."""
+        if is_flat and self.options.filters_flat_groups:
+            if self.filtered_this_step < self.options.max_filtered_per_step:
+                self.filtered_this_step += 1
+                self.num_filtered += 1
+                self.drop(group_id)
+                return False
+            self.num_flat_kept += 1
         self.groups[group_id].is_finished = True
+        return True
 
     def drop(self, group_id: str) -> None:
         """The group cannot be trained (invalid, or filtered); its place is free again."""
@@ -92,42 +140,87 @@ class Scheduler:
         """The last version whose step may train the group; None while it holds no token."""
         return None if group.oldest_version is None else group.oldest_version + self.max_policy_lag
 
+    @property
+    def oldest_trainable(self) -> int:
+        """Tokens of lower versions are too old for the step from `version`."""
+        return self.version - self.max_policy_lag
+
     def next_batch(self) -> list[str] | None:
         """Ids of the B groups of the next step, or None while it has to wait. Changes nothing."""
-
-        def urgency(group: GroupState) -> tuple[float, int]:
-            due = self.deadline(group)
-            return (float("inf") if due is None else due, group.order)
-
-        finished = sorted((g for g in self.groups.values() if g.is_finished), key=urgency)
+        finished = [group for group in self.groups.values() if group.is_finished]
         if len(finished) < self.groups_per_step:
             return None
+        finished.sort(key=self._urgency)
         batch = [group.group_id for group in finished[: self.groups_per_step]]
-        left = [self.deadline(g) for g in self.groups.values() if g.group_id not in batch]
-        for k in range(self.max_policy_lag + 1):
-            if sum(due is not None and due <= self.version + k for due in left) > k * self.groups_per_step:
-                return None
-        return batch
+        if self.options.stale == "mask" or self._later_steps_suffice(batch):
+            return batch
+        if self.options.stale == "drop":
+            finished.sort(key=lambda group: not group.is_protected)
+            batch = [group.group_id for group in finished[: self.groups_per_step]]
+            return batch if self._later_steps_suffice(batch) else None
+        return None
 
-    def trained(self, group_ids: list[str]) -> None:
-        """The step over `group_ids` is done: they leave, the version goes up."""
+    def trained(self, group_ids: Sequence[str]) -> list[str]:
+        """The step over `group_ids` is done: they leave, the version goes up. Ids of groups dropped for their age."""
         for group_id in group_ids:
-            del self.groups[group_id]
+            group = self.groups.pop(group_id)
+            self.num_masked += (
+                group.oldest_version is not None and group.oldest_version < self.oldest_trainable
+            )
+            self.stale_in_a_row.pop(group.task_id, None)
         self.version += 1
+        self.filtered_this_step = 0
+        return self._drop_stale() if self.options.stale == "drop" else []
+
+    def _protects(self, task_id: str) -> bool:
+        if self.options.stale != "drop":
+            return True
+        room = (self.max_policy_lag + 1) * self.groups_per_step
+        is_unlucky = self.stale_in_a_row.get(task_id, 0) >= self.options.max_task_drops
+        return is_unlucky and sum(group.is_protected for group in self.groups.values()) < room
+
+    def _urgency(self, group: GroupState) -> tuple[float, int]:
+        due = self.deadline(group)
+        return (float("inf") if due is None else due, group.order)
+
+    def _later_steps_suffice(self, batch: list[str]) -> bool:
+        """Whether, after a step over `batch`, each next k steps can hold the protected groups due within them."""
+        leaving = set(batch)
+        due_within = [0] * (self.max_policy_lag + 1)
+        for group in self.groups.values():
+            if group.oldest_version is None or not group.is_protected or group.group_id in leaving:
+                continue
+            k = max(0, group.oldest_version + self.max_policy_lag - self.version)
+            if k <= self.max_policy_lag:
+                due_within[k] += 1
+        total = 0
+        for k, count in enumerate(due_within):
+            total += count
+            if total > k * self.groups_per_step:
+                return False
+        return True
+
+    def _drop_stale(self) -> list[str]:
+        stale = [
+            group
+            for group in self.groups.values()
+            if group.oldest_version is not None and group.oldest_version < self.oldest_trainable
+        ]
+        for group in stale:
+            self.drop(group.group_id)
+            self.num_stale += 1
+            self.stale_in_a_row[group.task_id] = self.stale_in_a_row.get(group.task_id, 0) + 1
+        return [group.group_id for group in stale]
 
     def state_dict(self) -> dict[str, Any]:
         """JSON-ready state. In-flight groups are in it: after a resume they are run again from their tasks."""
-        return {
-            "groups_per_step": self.groups_per_step,
-            "max_policy_lag": self.max_policy_lag,
-            "version": self.version,
-            "num_admitted": self.num_admitted,
-            "num_dropped": self.num_dropped,
-            "groups": [vars(group) for group in self.groups.values()],
-        }
+        state = asdict(self)
+        state["groups"] = [vars(group).copy() for group in self.groups.values()]
+        del state["options"]
+        return state
 
     @classmethod
-    def from_state_dict(cls, state: dict[str, Any]) -> Scheduler:
-        """The scheduler that `state` was taken from."""
+    def from_state_dict(cls, state: dict[str, Any], options: SchedulerConfig | None = None) -> Scheduler:
+        """The scheduler that `state` was taken from; options are the config's, not the state's."""
         groups = {group["group_id"]: GroupState(**group) for group in state["groups"]}
-        return cls(**{**state, "groups": groups})
+        return cls(**{**state, "groups": groups}, options=options or SchedulerConfig())
