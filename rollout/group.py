@@ -3,12 +3,37 @@
 from __future__ import annotations
 
 import asyncio
+import statistics
+import time
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
 
 from slime_cua.core.types import Episode, EpisodeGroup
 
 RunEpisode = Callable[[str], Awaitable[Episode]]
 """episode_id -> finished episode."""
+
+
+@dataclass
+class ClosingRule:
+    """When a group ends before all its attempts have: over-sampling and early close (both favour short attempts)."""
+
+    num_wanted: int
+    num_extra: int = 0
+    """Attempts beyond num_wanted; enough valid ones end the group."""
+    factor: float = 0.0
+    """Once half of num_wanted are valid, the rest has until `factor` times their median duration; 0: no limit."""
+    valid_after_s: list[float] = field(default_factory=list)
+    """Seconds from the group's start to the end of each valid attempt."""
+
+    def is_enough(self) -> bool:
+        return self.num_extra > 0 and len(self.valid_after_s) >= self.num_wanted
+
+    def left_s(self, elapsed_s: float) -> float | None:
+        """How long the group may still wait; None without a limit."""
+        if self.factor <= 0 or 2 * len(self.valid_after_s) < self.num_wanted:
+            return None
+        return max(0.0, self.factor * statistics.median(self.valid_after_s) - elapsed_s)
 
 
 async def run_group(
@@ -19,30 +44,56 @@ async def run_group(
     num_episodes: int,
     max_retries: int,
     admitted_version: int,
+    num_extra: int = 0,
+    close_factor: float = 0.0,
 ) -> EpisodeGroup:
-    """The group with all its attempts, invalid ones included (they are counted, never trained).
+    """The group with all its attempts, invalid and cancelled ones included (they are counted, never trained).
 
-    At most `max_retries` invalid attempts are replaced, over the whole group. Cancelling cancels every attempt.
+    At most `max_retries` invalid attempts are replaced, over the whole group. `num_extra` and `close_factor` as in
+    ClosingRule; what is cut off has stop_reason "cancelled". Cancelling cancels every attempt.
     """
     episodes: list[Episode] = []
     retries = max_retries
-    serial = num_episodes
-    running = {asyncio.ensure_future(run_episode(f"{group_id}-e{n}")) for n in range(num_episodes)}
+    serial = num_episodes + num_extra
+    names = [f"{group_id}-e{n}" for n in range(serial)]
+    running = {asyncio.ensure_future(run_episode(name)): name for name in names}
+    rule = ClosingRule(num_episodes, num_extra, close_factor)
+    clock = asyncio.get_running_loop().time
+    started, started_s = clock(), time.time()
     try:
-        while running:
-            done, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+        while running and not rule.is_enough():
+            timeout = rule.left_s(clock() - started)
+            done, _ = await asyncio.wait(running, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
+            if not done:
+                break
             for future in done:
+                del running[future]
                 episode = future.result()
                 episodes.append(episode)
-                if not episode.is_valid and retries > 0:
+                if episode.is_valid:
+                    rule.valid_after_s.append(clock() - started)
+                elif retries > 0:
                     retries -= 1
-                    running.add(asyncio.ensure_future(run_episode(f"{group_id}-e{serial}")))
-                    serial += 1
+                    name, serial = f"{group_id}-e{serial}", serial + 1
+                    running[asyncio.ensure_future(run_episode(name))] = name
     finally:
         for future in running:
             future.cancel()
         await asyncio.gather(*running, return_exceptions=True)
+    episodes += [_cut_off(name, group_id, task_id, started_s) for name in running.values()]
     episodes.sort(key=lambda episode: int(episode.episode_id.rsplit("-e", 1)[1]))
     return EpisodeGroup(
         group_id=group_id, task_id=task_id, episodes=tuple(episodes), admitted_version=admitted_version
+    )
+
+
+def _cut_off(episode_id: str, group_id: str, task_id: str, started_s: float) -> Episode:
+    return Episode(
+        episode_id=episode_id,
+        group_id=group_id,
+        task_id=task_id,
+        turns=(),
+        stop_reason="cancelled",
+        started_s=started_s,
+        ended_s=time.time(),
     )

@@ -160,8 +160,8 @@ class Scheduler:
             return batch if self._later_steps_suffice(batch) else None
         return None
 
-    def trained(self, group_ids: Sequence[str]) -> list[str]:
-        """The step over `group_ids` is done: they leave, the version goes up. Ids of groups dropped for their age."""
+    def trained(self, group_ids: Sequence[str]) -> list[GroupState]:
+        """The step over `group_ids` is done: they leave, the version goes up. Gives groups dropped for their age."""
         for group_id in group_ids:
             group = self.groups.pop(group_id)
             self.num_masked += (
@@ -200,7 +200,7 @@ class Scheduler:
                 return False
         return True
 
-    def _drop_stale(self) -> list[str]:
+    def _drop_stale(self) -> list[GroupState]:
         stale = [
             group
             for group in self.groups.values()
@@ -210,7 +210,7 @@ class Scheduler:
             self.drop(group.group_id)
             self.num_stale += 1
             self.stale_in_a_row[group.task_id] = self.stale_in_a_row.get(group.task_id, 0) + 1
-        return [group.group_id for group in stale]
+        return stale
 
     def state_dict(self) -> dict[str, Any]:
         """JSON-ready state. In-flight groups are in it: after a resume they are run again from their tasks."""

@@ -80,9 +80,11 @@ class RolloutWorker:
 
     def trained(self, group_ids: list[str]) -> None:
         """The optimiser step over these groups is done and the new weights are out: admit more."""
-        self.scheduler.trained(group_ids)
+        stale = self.scheduler.trained(group_ids)
         for group_id in group_ids:
             del self._finished[group_id]
+        for group in stale:
+            self._abandon(group.group_id, group.task_id)
         self._admit()
 
     async def stop(self) -> None:
@@ -95,9 +97,17 @@ class RolloutWorker:
     def state_dict(self) -> dict[str, Any]:
         return {"scheduler": self.scheduler.state_dict(), "sampler": self.sampler.state_dict()}
 
+    def _abandon(self, group_id: str, task_id: str) -> None:
+        """The scheduler dropped the group: what runs of it ends, its desktops go back."""
+        self._finished.pop(group_id, None)
+        if group_id in self._running:
+            self._running[group_id].cancel()
+            self.sampler.release(task_id)
+
     def _admit(self) -> None:
         room = self.scheduler.capacity()
-        for task_id in self.sampler.sample(min(room, len(self.tasks))) if room else []:
+        drawn = self.sampler.sample(min(room, len(self.tasks))) if room else []
+        for task_id in self.scheduler.long_first(drawn):
             group_id = f"g{self.scheduler.num_admitted:06d}"
             self.scheduler.admit(group_id, task_id)
             self._launch(group_id, task_id)
@@ -119,6 +129,8 @@ class RolloutWorker:
                 num_episodes=self.config.episodes_per_group,
                 max_retries=self.config.max_infra_retries,
                 admitted_version=self.scheduler.version,
+                num_extra=self.config.scheduler.num_extra_episodes,
+                close_factor=self.config.scheduler.close_factor,
             )
             self._close(group)
         except asyncio.CancelledError:
@@ -145,5 +157,13 @@ class RolloutWorker:
             self._admit()
             return
         self._drops_in_a_row = 0
-        self._finished[group.group_id] = group
-        self.scheduler.finish(group.group_id)
+        self.scheduler.record_duration(group.task_id, _duration_s(group))
+        if self.scheduler.finish(group.group_id, is_flat=len(set(valid)) < 2):
+            self._finished[group.group_id] = group
+        else:
+            self._admit()
+
+
+def _duration_s(group: EpisodeGroup) -> float:
+    """The longest valid attempt: what the group needs when its desktops are there."""
+    return max(episode.ended_s - episode.started_s for episode in group.episodes if episode.is_valid)

@@ -12,15 +12,16 @@ from slime_cua.data.segments import build_segments
 
 
 def make_train_samples(
-    groups: Sequence[EpisodeGroup], config: AdvantageConfig, *, seed: int = 0
+    groups: Sequence[EpisodeGroup], config: AdvantageConfig, *, seed: int = 0, oldest_version: int = 0
 ) -> list[TrainSample]:
     """Samples of all valid episodes, in the order of groups and episodes.
 
     An invalid episode gives none: it is out of the loss, the baseline and every count (its format errors too).
     A segment inherits its episode's advantage and reward; a format-error segment gets its own, with reward 0.
     seed: of the permutation when config.is_shuffled (the control arm).
+    oldest_version: responses with a token of a lower version are context only; their episodes' rewards still count.
     """
-    samples = [sample for group in groups for sample in _group_samples(group, config)]
+    samples = [sample for group in groups for sample in _group_samples(group, config, oldest_version)]
     if not config.is_shuffled:
         return samples
     advantages = [sample.advantage for sample in samples]
@@ -31,8 +32,10 @@ def make_train_samples(
     ]
 
 
-def _group_samples(group: EpisodeGroup, config: AdvantageConfig) -> list[TrainSample]:
-    segments_G = [build_segments(episode) if episode.is_valid else [] for episode in group.episodes]
+def _group_samples(group: EpisodeGroup, config: AdvantageConfig, oldest_version: int) -> list[TrainSample]:
+    segments_G = [
+        build_segments(episode, oldest_version) if episode.is_valid else [] for episode in group.episodes
+    ]
     num_format_errors = sum(segment.is_format_error for segments in segments_G for segment in segments)
     rewards = [episode.reward if episode.is_valid else None for episode in group.episodes]
     result = group_advantages(rewards, config, num_format_errors=num_format_errors)

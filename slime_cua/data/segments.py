@@ -18,10 +18,11 @@ from slime_cua.core.errors import DataError
 from slime_cua.core.types import NOT_SAMPLED, Episode, ImageRef, Segment, StepType, Turn
 
 
-def build_segments(episode: Episode) -> list[Segment]:
+def build_segments(episode: Episode, oldest_version: int = 0) -> list[Segment]:
     """Segments of `episode`, in the order of their first trained token's turn; streams without trained tokens are left out.
 
-    A turn with neither action nor format error (cut off by a deadline) stays as untrained context.
+    A turn with neither action nor format error (cut off by a deadline) stays as untrained context, and so does one with a
+    token of a version below `oldest_version`.
     Raises DataError if the first turn does not start a segment, or a turn with an action has no tokens.
     """
     segments: list[Segment] = []
@@ -36,6 +37,9 @@ def build_segments(episode: Episode) -> list[Segment]:
                 f"episode {episode.episode_id}: turn {turn.index} continues a segment that never began"
             )
         running.add_context(turn)
+        if min(turn.response_versions, default=oldest_version) < oldest_version:
+            running.add_response(turn, is_trained=False)
+            continue
         if turn.action is not None:
             running.add_response(turn, is_trained=True)
             continue

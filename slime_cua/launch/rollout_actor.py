@@ -97,10 +97,10 @@ class RolloutActor:
         """Begin (or take up again) admission of groups over `tasks`."""
         rollout = self.config.rollout
         sampler = make_sampler([task.id for task in tasks], self.config.sampler, seed=self.config.seed)
-        scheduler = Scheduler(rollout.groups_per_step, rollout.max_policy_lag)
+        scheduler = Scheduler(rollout.groups_per_step, rollout.max_policy_lag, options=rollout.scheduler)
         if state is not None:
             sampler.load_state_dict(state["sampler"])
-            scheduler = Scheduler.from_state_dict(state["scheduler"])
+            scheduler = Scheduler.from_state_dict(state["scheduler"], rollout.scheduler)
         policy = EnginePolicy(self.engines, rollout.sampling)
         store = EpisodeStore(self.run_dir / "episodes" / "rl.jsonl")
         self._family_of = {task.id: task.family for task in tasks}
@@ -131,6 +131,9 @@ class RolloutActor:
         values |= {
             "time/wait_s": time.monotonic() - started,
             "rollout/num_dropped_groups": float(self.worker.scheduler.num_dropped),
+            "rollout/num_stale_groups": float(self.worker.scheduler.num_stale),
+            "rollout/num_masked_groups": float(self.worker.scheduler.num_masked),
+            "rollout/num_filtered_groups": float(self.worker.scheduler.num_filtered),
             "sampler/num_seen": float(sum(count > 0 for count in draws.values())),
             "busy/desktops": self.player.busy.take(),
         }

@@ -63,7 +63,14 @@ class Loop:
     def train(self, groups: list[EpisodeGroup]) -> None:
         """One optimiser step over all segments of `groups`."""
         self._session.console.progress(f"step {self.version + 1}: training")
-        samples = make_train_samples(groups, self._config.advantage, seed=self._config.seed + self.version)
+        rollout = self._config.rollout
+        is_masked = rollout.scheduler.stale == "mask"
+        samples = make_train_samples(
+            groups,
+            self._config.advantage,
+            seed=self._config.seed + self.version,
+            oldest_version=self.version - rollout.max_policy_lag if is_masked else 0,
+        )
         metrics = self._trainer.call(
             "train_step",
             samples,

@@ -28,7 +28,10 @@ METRICS: tuple[Metric, ...] = (
     Metric("reward/family/*", "score", "the same, by task family"),
     Metric("rollout/num_episodes", "count", "episodes in the step's groups"),
     Metric("rollout/num_invalid", "count", "of them without an honest score (infrastructure or judge)"),
-    Metric("rollout/num_dropped_groups", "count", "groups dropped so far: too few valid episodes"),
+    Metric("rollout/num_dropped_groups", "count", "groups dropped so far, for any reason"),
+    Metric("rollout/num_stale_groups", "count", "of them for their age (scheduler.stale = drop)"),
+    Metric("rollout/num_filtered_groups", "count", "of them because all episodes scored the same"),
+    Metric("rollout/num_masked_groups", "count", "groups trained so far with turns masked for their age"),
     Metric("rollout/turns_mean", "turns", "turns an episode"),
     Metric(
         "rollout/code_action_rate", "share", "code actions among actions with an effect", is_headline=True

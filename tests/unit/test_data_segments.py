@@ -94,6 +94,19 @@ def test_a_response_cut_off_is_context_only():
     assert trained(segment) == [110, 111] and segment.token_ids[-1] == 211
 
 
+def test_responses_with_a_token_that_is_too_old_are_context_and_the_rest_is_trained():
+    episode = make_episode(["gui", "gui", "gui"])
+    turns = [
+        turn.model_copy(update={"response_versions": versions})
+        for turn, versions in zip(episode.turns, [(3, 3), (3, 4), (4, 5)], strict=True)
+    ]
+    old = episode.model_copy(update={"turns": tuple(turns)})
+    (segment,) = build_segments(old, oldest_version=4)
+    assert segment.token_ids == build_segments(old)[0].token_ids, "what the engine saw stays"
+    assert trained(segment) == list(turns[2].response_ids)
+    assert build_segments(old, oldest_version=6) == []
+
+
 def test_an_empty_episode_has_no_segments():
     assert build_segments(make_episode([])) == []
 

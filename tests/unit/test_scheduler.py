@@ -48,11 +48,10 @@ def step(s: Scheduler, seen: dict[str, Counter]) -> bool:
         if s.options.stale != "mask":
             assert oldest is None or oldest >= s.version - s.max_policy_lag
         seen["trained"][s.groups[group_id].task_id] += 1
-    before = dict(s.groups)
-    for group_id in s.trained(batch):
+    for group in s.trained(batch):
         assert s.options.stale == "drop"
-        assert not before[group_id].is_protected, "what the step promised to wait for is never dropped"
-        seen["stale"][before[group_id].task_id] += 1
+        assert not group.is_protected, "what the step promised to wait for is never dropped"
+        seen["stale"][group.task_id] += 1
     return True
 
 
@@ -103,7 +102,7 @@ def test_mask_does_not_wait_and_says_below_which_version_nothing_is_trained():
 def test_drop_does_not_wait_counts_what_it_lost_and_waits_for_that_task_the_next_time():
     s = slow_and_fast("drop")
     assert s.next_batch() == ["fast"]
-    assert s.trained(["fast"]) == ["slow"]
+    assert [group.group_id for group in s.trained(["fast"])] == ["slow"]
     assert (s.num_stale, s.num_dropped, s.version) == (1, 1, 2)
     s.admit("slow again", "t-slow")
     s.admit("fast again", "t-fast")
