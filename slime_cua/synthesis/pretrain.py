@@ -26,6 +26,8 @@ from slime_cua.synthesis.initial_weights import InitConfig, write_initial_folder
 from slime_cua.synthesis.pretrain_data import Batch, Encoder, Stage, make_batch, shape_of
 
 NUM_SLOTS = 4
+PACE = ("minutes", "num_workers", "save_every_minutes", "print_every_s", "check_every_s", "num_checked")
+"""Settings that may change when a run goes on."""
 
 WATCHED = {
     "one": "one thing by colour",
@@ -163,7 +165,8 @@ def prepare(config: PretrainConfig) -> None:
     resolved = run_dir / "config.yaml"
     if resolved.is_file():
         before = load(PretrainConfig, resolved)
-        if before.model_copy(update={"minutes": config.minutes}) != config:
+        pace = {name: getattr(config, name) for name in PACE}
+        if before.model_copy(update=pace) != config:
             raise ConfigError(
                 f"{run_dir} holds a run with another config: give another run_dir, or delete it"
             )
