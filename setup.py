@@ -11,8 +11,26 @@ SGLang, ms-swift and OSWorld's evaluators pin conflicting versions: each has an 
 
 from setuptools import find_packages, setup
 
-CORE = ["pydantic>=2.9,<3", "omegaconf>=2.3", "pyyaml", "typer>=0.12", "rich", "numpy", "httpx>=0.27,<1", "pillow"]
-SANDBOX = ["fastapi", "uvicorn", "python-multipart", "websockets", "python-xlib>=0.33", "prometheus-client"]
+CORE = [
+    "pydantic>=2.9,<3",
+    "omegaconf>=2.3",
+    "pyyaml",
+    "typer>=0.12",
+    "rich",
+    "numpy",
+    "httpx>=0.27,<1",
+    "pillow",
+]
+SANDBOX = [
+    "fastapi",
+    "uvicorn",
+    "aiohttp>=3.10",
+    "httptools",
+    "python-multipart",
+    "websockets",
+    "python-xlib>=0.33",
+    "prometheus-client",
+]
 TORCH = ["torch>=2.11", "transformers>=5.12.1,<5.20", "safetensors", "tokenizers"]
 TRAIN = [
     *TORCH,

@@ -24,14 +24,14 @@ from sandbox_cluster.serving import Tokens, event, install_errors, wait_disconne
 
 MAX_BODY_BYTES = 96 << 20
 _CALLS: dict[str, tuple[str, type[BaseModel] | None, type[BaseModel] | None, float]] = {
-    "setup": ("POST", api.SetupRequest, api.SetupReply, 150.0),
     "step": ("POST", api.StepRequest, api.StepReply, 30.0),
     "execute": ("POST", api.ExecuteRequest, api.ExecuteReply, 60.0),
+    "setup": ("POST", api.SetupRequest, api.SetupReply, 150.0),
     "evaluate": ("POST", api.EvaluateRequest, api.EvaluateReply, 90.0),
     "screenshot": ("GET", None, None, 30.0),
     "file": ("GET", None, None, 60.0),
 }
-"""Call -> method, body, reply, seconds when the client names no deadline."""
+"""Call -> method, body, reply, seconds when the client names no deadline. Routes are tried in this order: frequent first."""
 
 
 @dataclass
@@ -58,20 +58,18 @@ class Gateway:
                 reply = await self.upstream.call(
                     host, request.method, f"/v1/leases/{lease.lease_id}/{call}{query}", body, timeout_s
                 )
-            outcome = str(reply.status_code)
+            outcome = str(reply.status)
         except ApiError as error:
             outcome = error.kind
             raise
         finally:
             self.metrics.call_seconds.labels(call=call, outcome=outcome).observe(time.monotonic() - started)
-        if reply.status_code >= 400:
-            event(
-                "call_failed", call=call, lease=lease.lease_id, task=lease.task_id, status=reply.status_code
-            )
-        if reply.status_code == 404 and lease.state != "live":
+        if reply.status >= 400:
+            event("call_failed", call=call, lease=lease.lease_id, task=lease.task_id, status=reply.status)
+        if reply.status == 404 and lease.state != "live":
             raise ApiError("gone", f"lease {lease.lease_id} has ended: {lease.reason}")
         return Response(
-            reply.content, reply.status_code, media_type=reply.headers.get("content-type", "application/json")
+            reply.content, reply.status, media_type=reply.headers.get("content-type", "application/json")
         )
 
 
@@ -94,6 +92,7 @@ def create_app(state: State, clients: Tokens, hosts: Tokens, *, host_timeout_s: 
 
     @contextlib.asynccontextmanager
     async def life(app: FastAPI) -> AsyncIterator[None]:
+        await upstream.open()
         broker.start()
         try:
             yield
@@ -105,9 +104,9 @@ def create_app(state: State, clients: Tokens, hosts: Tokens, *, host_timeout_s: 
     app = FastAPI(title="slime_cua sandbox gateway", version="1", lifespan=life, redoc_url=None)
     app.state.gateway = gateway
     install_errors(app)
-    _service_routes(app, gateway)
-    _lease_routes(app, gateway)
     _call_routes(app, gateway)
+    _lease_routes(app, gateway)
+    _service_routes(app, gateway)
     _host_routes(app, gateway)
     PassThrough(broker, upstream).add_routes(app)
     return app

@@ -97,10 +97,12 @@ class PassThrough:
                 reply = await self._upstream.call(host, request.method, target, body, CALL_S, headers)
         except ApiError as error:
             return _failure(error, request.method)
-        if reply.status_code >= 500 and request.method == "POST":
-            return _failure(ApiError("desktop", reply.text[:2000]), request.method)
+        if reply.status >= 500 and request.method == "POST":
+            return _failure(
+                ApiError("desktop", reply.content[:2000].decode(errors="replace")), request.method
+            )
         kept = {name: reply.headers[name] for name in _KEPT_HEADERS if name in reply.headers}
-        return Response(reply.content, reply.status_code, headers=kept)
+        return Response(reply.content, reply.status, headers=kept)
 
 
 def _failure(error: ApiError, method: str) -> Response:

@@ -12,6 +12,7 @@ from sandbox_cluster.api import Requirements
 from sandbox_cluster.providers.fake import EVENT_LOG
 from slime_cua.core.actions import CodeAction
 from slime_cua.core.errors import ConfigError, SandboxError
+from slime_cua.core.types import Task
 from tests.contract.gateway_rig import ALICE, BOB, CLICK, HOST, Rig, acquire_body, eventually
 
 
@@ -34,6 +35,15 @@ async def test_a_leased_desktop_steps_executes_and_gives_files(up: Rig) -> None:
         assert (reply.stdout, reply.returncode) == ("hi\n", 0)
         assert b"Button" in await sandbox.read_file(EVENT_LOG)
         assert (await sandbox.screenshot()).png == shot.png
+
+
+async def test_file_names_come_through_whole(up: Rig) -> None:
+    async with up.client() as client, client.lease(key="k") as sandbox:
+        name = "/home/user/a b+c%20\u00e9&d=?#.txt"
+        files = [{"path": name, "content": "x"}]
+        steps = ({"type": "upload_file", "parameters": {"files": files}},)
+        await sandbox.setup(Task(id="t", instruction="-", config=steps))
+        assert await sandbox.read_file(name) == b"x"
 
 
 async def test_a_second_acquire_with_the_same_key_returns_the_same_lease(up: Rig) -> None:
