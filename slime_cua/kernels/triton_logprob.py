@@ -4,7 +4,7 @@ Legend: R trained rows, B rows of a block, C vocabulary columns of a block, H hi
 
 Kept rows: the forward keeps U = exp(l - c) in the input's precision, c_r a reference near the row's maximum. With
     U[r, target] -= exp(lse_r - c_r) the gradient of the logits is a row scaling of U:  G = s_r U,
-    s_r = -grad_r exp(c_r - lse_r) / T. So the backward is two matrix products, dH = s (U W) and dW = U^T (s h), and no
+    s_r = -grad_r exp(c_r - lse_r) / T. (s_r also makes up for the rounding of U[r, target].) So the backward is two matrix products, dH = s (U W) and dW = U^T (s h), and no
     pass over U at all.
 Other rows: nothing of width V is kept; the backward computes logits again in blocks of columns, for parts of the rows.
 `fast` keeps all rows, `lean` and `auto` as many as LEAN_KEEP_BYTES and AUTO_KEEP_BYTES hold.
@@ -25,9 +25,11 @@ from slime_cua.kernels.torch_logprob import _Head, _matmul, _weight_grad
 
 GIB = 1 << 30
 AUTO_KEEP_BYTES = 2 * GIB
-LEAN_KEEP_BYTES = 864 << 20
+LEAN_KEEP_BYTES = 800 << 20
 FAST_BLOCK_BYTES = GIB
 """fp32 logits of one block of kept rows, at most; no more than an eighth of what is kept or than the weight's gradient."""
+LEAST_ROWS = 512
+"""Of a block of kept rows, whatever the vocabulary: with fewer, reading the weight takes longer than the product."""
 LEAN_LOGITS_BYTES = 160 << 20
 """fp32 logits of one block of rows that are not kept."""
 LEAN_ROWS = 16384
@@ -73,25 +75,33 @@ class _TritonLogprob(torch.autograd.Function):
         main_grad: torch.Tensor | None,
         num_kept: int,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        num_rows = hidden_RH.shape[0]
-        stats_R4 = torch.empty(num_rows, 4, dtype=torch.float32, device=hidden_RH.device)
+        num_rows, is_whole = hidden_RH.shape[0], head.world == 1 and num_kept == hidden_RH.shape[0]
+        results_4R = torch.empty(4, num_rows, dtype=torch.float32, device=hidden_RH.device)
+        stats_R4 = None
+        if not is_whole:
+            stats_R4 = torch.empty(num_rows, 4, dtype=torch.float32, device=hidden_RH.device)
         kept_RV = None
         if num_kept:
-            kept = slice(0, num_kept)
             spare = weight_VH.nbytes if main_grad is None and weight_VH.requires_grad else 0
-            kept_RV = _kept_forward(head, hidden_RH[kept], weight_VH, target_R[kept], stats_R4[kept], spare)
-        if num_kept < num_rows:
+            kept_RV = _kept_forward(
+                head, hidden_RH[:num_kept], weight_VH, target_R, stats_R4, results_4R, spare
+            )
+        if stats_R4 is not None:
             rest = slice(num_kept, None)
-            _fold_forward(head, hidden_RH[rest], weight_VH, target_R[rest], stats_R4[rest])
-        packed_WR4 = stats_R4[None]
-        if head.world > 1 and num_rows:
-            flat = stats_R4.new_empty(head.world * num_rows, 4)
-            dist.all_gather_into_tensor(flat, stats_R4, group=head.group)
-            packed_WR4 = flat.view(head.world, -1, 4)
-        logp_R, lse_R, entropy_R = triton_rows.finish_rows(
-            packed_WR4, target_R, kept_RV, first_id=head.first_id, num_real=head.num_real, rank=head.rank
-        )
-        ctx.save_for_backward(hidden_RH, weight_VH, target_R, lse_R, entropy_R, stats_R4)
+            if num_kept < num_rows:
+                _fold_forward(head, hidden_RH[rest], weight_VH, target_R[rest], stats_R4[rest])
+            triton_rows.finish_rows(
+                _of_all_shards(head, stats_R4),
+                target_R,
+                kept_RV,
+                results_4R,
+                first_id=head.first_id,
+                num_real=head.num_real,
+                rank=head.rank,
+                inverse_temperature=head.inverse_temperature,
+            )
+        logp_R, entropy_R = results_4R[0].clone(), results_4R[2].clone()
+        ctx.save_for_backward(hidden_RH, weight_VH, target_R, results_4R)
         ctx.head, ctx.entropy_grad, ctx.main_grad = head, entropy_grad, main_grad
         ctx.kept, ctx.num_kept = kept_RV, num_kept
         if not entropy_grad:
@@ -102,7 +112,8 @@ class _TritonLogprob(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_logp_R: torch.Tensor | None, grad_entropy_R: torch.Tensor | None) -> Any:
-        hidden_RH, weight_VH, target_R, lse_R, entropy_R, stats_R4 = ctx.saved_tensors
+        hidden_RH, weight_VH, target_R, results_4R = ctx.saved_tensors
+        _, lse_R, entropy_R, factor_R = results_4R
         head: _Head = ctx.head
         num_kept, num_rows = ctx.num_kept, hidden_RH.shape[0]
         needs_hidden, needs_weight = ctx.needs_input_grad[:2]
@@ -116,8 +127,8 @@ class _TritonLogprob(torch.autograd.Function):
         if num_kept:
             kept = slice(0, num_kept)
             into_RH = None if grad_hidden_RH is None else grad_hidden_RH[kept]
-            scale = (stats_R4, lse_R, grad_logp_R)
-            _kept_backward(head, ctx.kept, scale, hidden_RH[kept], weight_VH, into_RH, sink)
+            scale_R = (grad_logp_R * factor_R)[kept]
+            _kept_backward(ctx.kept, scale_R, hidden_RH[kept], weight_VH, into_RH, sink)
             ctx.kept = None
         if num_kept < num_rows:
             rest = slice(num_kept, None)
@@ -133,6 +144,16 @@ class _TritonLogprob(torch.autograd.Function):
         return grad_hidden_RH, grad_weight, None, None, None, None, None
 
 
+def _of_all_shards(head: _Head, stats_R4: torch.Tensor) -> torch.Tensor:
+    """[W, R, 4]: the one collective of the forward."""
+    num_rows = stats_R4.shape[0]
+    if head.world == 1 or not num_rows:
+        return stats_R4[None]
+    flat = stats_R4.new_empty(head.world * num_rows, 4)
+    dist.all_gather_into_tensor(flat, stats_R4, group=head.group)
+    return flat.view(head.world, num_rows, 4)
+
+
 def _num_kept(memory: str, num_rows: int, row_bytes: int) -> int:
     """How many rows of U the forward keeps; whole blocks of 128 unless all."""
     if memory == "fast":
@@ -146,21 +167,25 @@ def _kept_forward(
     hidden_RH: torch.Tensor,
     weight_VH: torch.Tensor,
     target_R: torch.Tensor,
-    stats_R4: torch.Tensor,
+    stats_R4: torch.Tensor | None,
+    results_4R: torch.Tensor,
     spare_bytes: int,
 ) -> torch.Tensor:
-    """U [R, V]; the statistics are written. spare_bytes: what the backward will need beside U anyway."""
+    """U [R, V]; statistics or results are written. spare_bytes: what the backward will need beside U anyway."""
     num_rows, num_columns = hidden_RH.shape[0], weight_VH.shape[0]
     kept_RV = hidden_RH.new_empty(num_rows, num_columns)
-    block_bytes = min(FAST_BLOCK_BYTES, max(kept_RV.nbytes // 8, LEAN_LOGITS_BYTES, spare_bytes))
+    least = LEAST_ROWS * num_columns * 4
+    block_bytes = min(FAST_BLOCK_BYTES, max(kept_RV.nbytes // 8, LEAN_LOGITS_BYTES, least, spare_bytes))
     block = _rows_within(block_bytes, num_columns, num_rows)
     buffer_BV = torch.empty(block, num_columns, dtype=torch.float32, device=hidden_RH.device)
     for rows in _parts(0, num_rows, block):
         triton_rows.write_exponentials(
             _product(hidden_RH[rows], weight_VH.t(), buffer_BV),
             kept_RV[rows],
-            stats_R4[rows],
             target_R[rows],
+            stats_R4=None if stats_R4 is None else stats_R4[rows],
+            results_4R=results_4R,
+            first_row=rows.start,
             first_id=head.first_id,
             num_real=head.num_real,
             inverse_temperature=head.inverse_temperature,
@@ -169,24 +194,24 @@ def _kept_forward(
 
 
 def _kept_backward(
-    head: _Head,
     kept_RV: torch.Tensor,
-    scale: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    scale_R: torch.Tensor,
     hidden_RH: torch.Tensor,
     weight_VH: torch.Tensor,
     into_RH: torch.Tensor | None,
     sink: _WeightSink | None,
 ) -> None:
-    """scale: statistics, log-sum-exp, gradient of the log-probs; their first rows are those kept."""
-    temperature = head.inverse_temperature
     if sink is not None:
-        scaled_RH = torch.empty_like(hidden_RH)
-        triton_rows.scale_rows(hidden_RH, scaled_RH, *scale, inverse_temperature=temperature)
+        scaled_RH = triton_rows.scale_rows(hidden_RH, scale_R, torch.empty_like(hidden_RH))
         sink.add(slice(0, weight_VH.shape[0]), kept_RV.t(), scaled_RH, is_first=True)
         del scaled_RH
     if into_RH is not None:
-        torch.mm(kept_RV, weight_VH, out=into_RH)
-        triton_rows.scale_rows(into_RH, into_RH, *scale, inverse_temperature=temperature)
+        num_rows, width = hidden_RH.shape
+        block = _rows_within(LEAN_LOGITS_BYTES, width, num_rows)
+        buffer_BH = torch.empty(block, width, dtype=torch.float32, device=hidden_RH.device)
+        for rows in _parts(0, num_rows, block):
+            sum_BH = _product(kept_RV[rows], weight_VH, buffer_BH)
+            triton_rows.scale_rows(sum_BH, scale_R[rows], into_RH[rows])
 
 
 def _fold_forward(

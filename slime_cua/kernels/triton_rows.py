@@ -15,6 +15,8 @@ import triton.language as tl
 
 _BLOCK = 4096
 _WARPS = 8
+_SMALL = 1 << 22
+"""Up to here torch's launch, cheaper for the CPU than Triton's, outweighs its slower kernel for mixed precisions."""
 REFERENCE_GAP = 20.0
 """How far above its reference a row's maximum may lie; beyond, the row is written again."""
 _FURTHEST = tl.constexpr(60.0)
@@ -94,16 +96,24 @@ def _write_row(
 
 
 @triton.jit
+def _put_target(spot, value, factor, mask):
+    """Store `value` at the target's entry; give `factor` such that factor times what is stored keeps value's digits."""
+    rounded = value.to(spot.dtype.element_ty)
+    tl.store(spot, rounded, mask=mask)
+    kept = rounded.to(tl.float32)
+    return tl.where(mask & (kept != 0.0), factor * (value / tl.where(kept != 0.0, kept, 1.0)), factor)
+
+
+@triton.jit
 def _exponentials_kernel(
-    logits_RC, row_stride, out_RC, out_stride, stats_R4, target_R, first_id, num_columns: tl.constexpr, num_real,
-    inverse_temperature, gap, BLOCK: tl.constexpr,
+    logits_RC, row_stride, out_RC, out_stride, stats_R4, results_4R, target_R, first_id, num_columns: tl.constexpr,
+    num_real, inverse_temperature, gap, num_rows, IS_WHOLE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One pass over the shard's row. The reference is the largest of the first columns and the target; a row whose maximum is
-    more than `gap` above it is written again with its maximum."""
+    more than `gap` above it is written again with its maximum. IS_WHOLE: the shard is the vocabulary; finish the row too."""
     row = tl.program_id(0).to(tl.int64)
     base = logits_RC + row * row_stride
     out = out_RC + row * out_stride
-    stats = stats_R4 + row * 4
     lane = tl.arange(0, BLOCK)
     first = tl.load(base + lane, mask=lane < num_real, other=float("-inf"))
     target = tl.load(target_R + row).to(tl.int64) - first_id
@@ -117,16 +127,31 @@ def _exponentials_kernel(
         top, total, weighted = _write_row(
             base, out, reference, num_columns, num_real, inverse_temperature, BLOCK
         )
-    tl.store(stats, tl.where(top > float("-inf"), reference, float("-inf")))
-    tl.store(stats + 1, total)
-    tl.store(stats + 2, target_logit)
-    tl.store(stats + 3, weighted)
+    if IS_WHOLE:
+        log_total = tl.log(total)
+        lse = reference + log_total
+        tl.debug_barrier()  # the row is written before its target's entry is
+        up = tl.exp(target_logit - reference)
+        down = tl.exp(tl.minimum(log_total, _FURTHEST))
+        factor = -inverse_temperature * tl.exp(-tl.minimum(log_total, _FURTHEST))
+        factor = _put_target(out + target, up - down, factor, is_here)
+        results = results_4R + row
+        tl.store(results, target_logit - lse)
+        tl.store(results + num_rows, lse)
+        tl.store(results + num_rows * 2, log_total - weighted / total)
+        tl.store(results + num_rows * 3, factor)
+    else:
+        stats = stats_R4 + row * 4
+        tl.store(stats, tl.where(top > float("-inf"), reference, float("-inf")))
+        tl.store(stats + 1, total)
+        tl.store(stats + 2, target_logit)
+        tl.store(stats + 3, weighted)
 
 
 @triton.jit
 def _finish_kernel(
-    packed_WR4, kept_RC, kept_stride, target_R, first_id, num_real, logp_R, lse_R, entropy_R, num_rows, num_kept, rank,
-    WORLD: tl.constexpr, HAS_KEPT: tl.constexpr, BLOCK: tl.constexpr,
+    packed_WR4, kept_RC, kept_stride, target_R, first_id, num_real, results_4R, num_rows, num_kept, rank,
+    inverse_temperature, WORLD: tl.constexpr, HAS_KEPT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Combine the shards of a row in rank order (as combine_shards), and put the target into what is kept."""
     row = (tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)
@@ -149,19 +174,21 @@ def _finish_kernel(
         weighted += scale * (tl.load(stats + 3, mask=inside, other=0.0) + shift * part)
     log_total = tl.log(total)
     lse = top + log_total
-    tl.store(lse_R + row, lse, mask=inside)
-    tl.store(logp_R + row, target_logit - lse, mask=inside)
-    tl.store(entropy_R + row, log_total - weighted / total, mask=inside)
+    results = results_4R + row
+    tl.store(results, target_logit - lse, mask=inside)
+    tl.store(results + num_rows, lse, mask=inside)
+    tl.store(results + num_rows * 2, log_total - weighted / total, mask=inside)
     if HAS_KEPT:
         own = packed_WR4 + (rank * num_rows + row) * 4
         is_kept = inside & (row < num_kept)
         column = tl.load(target_R + row, mask=is_kept, other=0).to(tl.int64) - first_id
-        is_kept = is_kept & (column >= 0) & (column < num_real)
+        is_here = is_kept & (column >= 0) & (column < num_real)
         reference = tl.load(own, mask=is_kept, other=0.0)
-        up = tl.exp(tl.load(own + 2, mask=is_kept, other=0.0) - reference)
-        down = tl.exp(tl.minimum(lse - reference, _FURTHEST))
-        spot = kept_RC + row * kept_stride + column
-        tl.store(spot, (up - down).to(kept_RC.dtype.element_ty), mask=is_kept)
+        distance = tl.minimum(lse - reference, _FURTHEST)
+        up = tl.exp(tl.load(own + 2, mask=is_here, other=0.0) - reference)
+        factor = -inverse_temperature * tl.exp(-distance)
+        factor = _put_target(kept_RC + row * kept_stride + column, up - tl.exp(distance), factor, is_here)
+        tl.store(results + num_rows * 3, factor, mask=is_kept)
 
 
 @triton.jit
@@ -186,16 +213,13 @@ def _grad_kernel(
 
 
 @triton.jit
-def _scale_kernel(
-    source_RC, out_RC, stats_R4, lse_R, grad_logp_R, inverse_temperature, num_columns, BLOCK: tl.constexpr
-):
+def _scale_kernel(source_RC, scale_R, out_RC, num_columns, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < num_columns
-    distance = tl.minimum(tl.load(lse_R + row) - tl.load(stats_R4 + row * 4), _FURTHEST)
-    scale = -tl.load(grad_logp_R + row) * tl.exp(-distance) * inverse_temperature
     value = tl.load(source_RC + row * num_columns + column, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out_RC + row * num_columns + column, (value * scale).to(out_RC.dtype.element_ty), mask=inside)
+    scaled = value * tl.load(scale_R + row)
+    tl.store(out_RC + row * num_columns + column, scaled.to(out_RC.dtype.element_ty), mask=inside)
 
 
 def fold_statistics(
@@ -223,22 +247,27 @@ def fold_statistics(
 def write_exponentials(
     logits_RC: torch.Tensor,
     out_RC: torch.Tensor,
-    stats_R4: torch.Tensor,
     target_R: torch.Tensor,
     *,
+    stats_R4: torch.Tensor | None,
+    results_4R: torch.Tensor,
+    first_row: int,
     first_id: int,
     num_real: int,
     inverse_temperature: float,
 ) -> None:
-    """out_RC = exp(l - reference) (0 in padding) in its dtype, and stats_R4, for the whole shard.
+    """out_RC = exp(l - reference) (0 in padding) in its dtype, for the whole shard, and stats_R4.
 
     The reference is at most REFERENCE_GAP below the row's maximum, so that bf16 (fp32's range) holds the result.
+    stats_R4 None: there are no other shards; then columns first_row ... of results_4R are written as finish_rows does.
     """
     rows, columns = logits_RC.shape
     if rows:
         _exponentials_kernel[(rows,)](
-            logits_RC, logits_RC.stride(0), out_RC, out_RC.stride(0), stats_R4, target_R, first_id, columns, num_real,
-            inverse_temperature, REFERENCE_GAP, BLOCK=_block(columns), num_warps=_WARPS,
+            logits_RC, logits_RC.stride(0), out_RC, out_RC.stride(0), results_4R if stats_R4 is None else stats_R4,
+            results_4R[:, first_row:] if first_row else results_4R, target_R, first_id, columns, num_real,
+            inverse_temperature, REFERENCE_GAP, results_4R.shape[1], IS_WHOLE=stats_R4 is None, BLOCK=_block(columns),
+            num_warps=_WARPS,
         )  # fmt: skip
 
 
@@ -246,27 +275,26 @@ def finish_rows(
     packed_WR4: torch.Tensor,
     target_R: torch.Tensor,
     kept_RC: torch.Tensor | None,
+    results_4R: torch.Tensor,
     *,
     first_id: int,
     num_real: int,
     rank: int,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(log-prob, log-sum-exp, entropy) [R] from every shard's statistics.
+    inverse_temperature: float,
+) -> None:
+    """results_4R from every shard's statistics: log-prob, log-sum-exp, entropy, factor of kept rows.
 
     kept_RC: this rank's exponentials of the first rows; entry [r, target] becomes exp(l - c) - exp(log-sum-exp - c), from
-    the fp32 target logit.
+    the fp32 target logit. factor_r kept_RC[r] is the gradient of the log-prob with respect to the raw logits; the factor
+    makes up for the rounding of the target's entry, the largest of most rows.
     """
     world, rows, _ = packed_WR4.shape
-    logp_R, lse_R, entropy_R = (
-        torch.empty(rows, dtype=torch.float32, device=packed_WR4.device) for _ in range(3)
-    )
     if rows:
         _finish_kernel[(triton.cdiv(rows, 128),)](
             packed_WR4, packed_WR4 if kept_RC is None else kept_RC, 0 if kept_RC is None else kept_RC.stride(0),
-            target_R, first_id, num_real, logp_R, lse_R, entropy_R, rows, 0 if kept_RC is None else kept_RC.shape[0], rank,
-            WORLD=world, HAS_KEPT=kept_RC is not None, BLOCK=128, num_warps=4,
+            target_R, first_id, num_real, results_4R, rows, 0 if kept_RC is None else kept_RC.shape[0], rank,
+            inverse_temperature, WORLD=world, HAS_KEPT=kept_RC is not None, BLOCK=128, num_warps=4,
         )  # fmt: skip
-    return logp_R, lse_R, entropy_R
 
 
 def write_logit_gradient(
@@ -294,25 +322,15 @@ def write_logit_gradient(
         )  # fmt: skip
 
 
-def scale_rows(
-    source_RC: torch.Tensor,
-    out_RC: torch.Tensor,
-    stats_R4: torch.Tensor,
-    lse_R: torch.Tensor,
-    grad_logp_R: torch.Tensor,
-    *,
-    inverse_temperature: float,
-) -> torch.Tensor:
-    """out_RC = s_r source_RC with s_r = -grad_logp_r exp(c_r - lse_r) / temperature, one rounding.
-
-    Both contiguous; may be in place. Returns out_RC.
-    """
+def scale_rows(source_RC: torch.Tensor, scale_R: torch.Tensor, out_RC: torch.Tensor) -> torch.Tensor:
+    """out_RC = scale_R[:, None] * source_RC, in fp32 with one rounding; both contiguous. Returns out_RC."""
     rows, columns = source_RC.shape
-    if rows:
-        block = _block(columns, most=2048)
-        _scale_kernel[(rows, triton.cdiv(columns, block))](
-            source_RC, out_RC, stats_R4, lse_R, grad_logp_R, inverse_temperature, columns, BLOCK=block, num_warps=_WARPS
-        )  # fmt: skip
+    if rows * columns <= _SMALL:
+        return torch.mul(source_RC, scale_R[:, None], out=out_RC)
+    block = _block(columns, most=2048)
+    _scale_kernel[(rows, triton.cdiv(columns, block))](
+        source_RC, scale_R, out_RC, columns, BLOCK=block, num_warps=_WARPS
+    )
     return out_RC
 
 
