@@ -234,6 +234,7 @@ def main() -> None:
     text = [f"{torch.cuda.get_device_name()}, torch {torch.__version__}, bf16, medians of 7", ""]
     for name in arguments.shapes.split(","):
         rows, hidden, vocab = map(int, name.split("x"))
+        done = len(text)
         text += [
             f"R={rows} H={hidden} V={vocab}",
             "",
@@ -241,8 +242,9 @@ def main() -> None:
             "|---|---|---|---|---|",
         ]
         text += [*measure(rows, hidden, vocab, not arguments.no_peers), ""]
-        print("\n".join(text[-12:]), flush=True)
+        print("\n".join(text[done:]), flush=True)
         torch.cuda.empty_cache()
+    done = len(text)
     text += [
         "Means of log-ratios, forward and backward (32768 tokens, 600 steps, 64 segments)",
         "",
@@ -256,7 +258,7 @@ def main() -> None:
         "|---|---|---|---|",
     ]
     text += [f"| {n} | {a:.1e} | {b:.1e} | {c:.1e} |" for n, a, b, c in errors(Shape(256, 5120, 62080))]
-    print("\n".join(text[-13:]))
+    print("\n".join(text[done:]))
     if arguments.out:
         arguments.out.write_text("\n".join(text) + "\n")
 
