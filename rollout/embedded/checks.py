@@ -10,7 +10,6 @@ from typing import Any
 from slime_cua.core.errors import ConfigError, PreflightError
 
 SUPPORTED_TYPES = ("qwen3_5", "qwen3_5_moe")
-SUPPORTED_LAYERS = ("full_attention",)
 
 
 def read_model_config(folder: Path) -> dict[str, Any]:

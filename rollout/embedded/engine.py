@@ -200,7 +200,7 @@ class Engine:
 
     def _is_worth_waiting_for(self, request: Request, reader: Request) -> bool:
         """`reader` is still being read and will soon hold a prefix that `request` can copy."""
-        if reader.kv is None or reader.kv.length >= reader.num_prompt:
+        if reader.kv is None or reader.kv.length >= reader.num_prompt or self.model.kv_shape.is_recurrent:
             return False
         shared = common_prefix(request.prompt.keys_N, reader.prompt.keys_N)
         return shared >= max(reader.kv.length + _MIN_SHARED_TOKENS, request.num_prompt // 2)

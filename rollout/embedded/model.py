@@ -19,6 +19,7 @@ from rollout.embedded.checks import read_model_config
 from rollout.embedded.images import ImageStore, PreparedImage
 from rollout.embedded.prompt import IntArray
 from rollout.embedded.ragged import ATTENTION_NAME, KvBuffer, KvShape, Piece, RaggedBatch, ragged_attention
+from rollout.embedded.recurrent import make_ragged
 from slime_cua.core.errors import CheckpointError, ConfigError
 
 Dtype = Literal["fp32", "bf16"]
@@ -53,10 +54,18 @@ class EngineModel:
         text = self.model.config.text_config
         text._attn_implementation = ATTENTION_NAME
         layers = [i for i, kind in enumerate(text.layer_types) if kind == "full_attention"]
-        if len(layers) != text.num_hidden_layers:
-            raise ConfigError(f"{folder}: the embedded engine runs full-attention layers only")
+        linear = [i for i, kind in enumerate(text.layer_types) if kind == "linear_attention"]
+        if len(layers) + len(linear) != text.num_hidden_layers or not layers:
+            raise ConfigError(
+                f"{folder}: layer types {sorted(set(text.layer_types))}: the embedded engine runs full_attention and "
+                "linear_attention layers, at least one of the former"
+            )
+        for index in linear:
+            make_ragged(self.model.model.language_model.layers[index].linear_attn, index)
         self._attention_layers = {layer: index for index, layer in enumerate(layers)}
-        self.kv_shape = KvShape(len(layers), text.num_key_value_heads, text.head_dim, self.dtype, self.device)
+        self.kv_shape = KvShape(
+            len(layers), text.num_key_value_heads, text.head_dim, self.dtype, self.device, bool(linear)
+        )
         self.vocab_size = int(text.vocab_size)
         self.max_positions = int(text.max_position_embeddings)
         self._pieces: dict[int, str] = {}

@@ -37,13 +37,16 @@ class PrefixPool:
         """A buffer that holds the longest known prefix of `keys_N`, and that prefix's length.
 
         At least the last token is left to compute. An idle sequence that the prompt extends is taken over; a prefix of
-        another one, idle or running, is copied.
+        another one, idle or running, is copied, unless layers with running states forbid it.
         """
         best_length, best, best_slot = 0, None, None
         candidates = [(slot, sequence) for slot, sequence in self._idle.items()]
-        candidates += [(-1, sequence) for sequence in running]
+        if not self._shape.is_recurrent:
+            candidates += [(-1, sequence) for sequence in running]
         for slot, sequence in candidates:
             length = min(common_prefix(keys_N, sequence.keys_N[: sequence.kv.length]), len(keys_N) - 1)
+            if self._shape.is_recurrent and length < sequence.kv.length:
+                continue
             if length > best_length:
                 best_length, best, best_slot = length, sequence, slot
         if best is None or best_slot is None or best_length < _MIN_REUSE_TOKENS:

@@ -28,6 +28,8 @@ class KvShape:
     head_dim: int
     dtype: torch.dtype
     device: torch.device
+    is_recurrent: bool = False
+    """Some layers keep a running state instead: a sequence can be continued at its end, and nowhere else."""
 
     @property
     def bytes_per_token(self) -> int:
@@ -40,6 +42,8 @@ class KvBuffer:
     def __init__(self, shape: KvShape, capacity: int) -> None:
         self.shape = shape
         self.length = 0
+        self.states: dict[int, tuple[Tensor, Tensor]] = {}
+        """Running states by decoder layer; only when `shape.is_recurrent`."""
         self.keys = self._empty(capacity)
         self.values = self._empty(capacity)
 
@@ -60,7 +64,7 @@ class KvBuffer:
 
     def copy_prefix(self, source: KvBuffer, num_tokens: int) -> None:
         """Become the first `num_tokens` of `source`."""
-        assert num_tokens <= source.length
+        assert num_tokens <= source.length and not self.shape.is_recurrent
         self.length = 0
         self.reserve(num_tokens)
         self.keys[:, :, :num_tokens] = source.keys[:, :, :num_tokens]
@@ -91,9 +95,7 @@ class RaggedBatch:
         """Index of a decoder layer -> index in the buffers."""
         for piece in pieces:
             piece.kv.reserve(piece.length)
-        self._masks = {
-            piece.start: _causal_mask(piece) for piece in pieces if piece.length > 1 and piece.kv.length
-        }
+        self._masks: dict[int, Tensor] = {}
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any
@@ -121,11 +123,20 @@ class RaggedBatch:
                 keys[:, :total],
                 values[:, :total],
                 count,
-                self._masks.get(start),
+                self._mask(piece, num_heads // num_kv_heads),
                 scaling,
             )
             output[start:end] = attended.view(num_heads, count, head_dim).transpose(0, 1)
         return output.unsqueeze(0)
+
+    def _mask(self, piece: Piece, num_groups: int) -> Tensor | None:
+        """What piece's queries (head by head, token by token) add to their scores; made once for all layers."""
+        if piece.length == 1 or piece.kv.length == 0:
+            return None
+        mask = self._masks.get(piece.start)
+        if mask is None:
+            mask = self._masks[piece.start] = _causal_mask(piece, num_groups)
+        return mask
 
     def advance(self) -> None:
         """All layers have run: the new tokens are valid."""
@@ -164,13 +175,12 @@ def _attend_one(
         return scaled_dot_product_attention(
             query[None], keys[None], values[None], is_causal=True, scale=scaling
         )[0]
-    rows = mask.repeat(groups, 1)
-    return scaled_dot_product_attention(query[None], keys[None], values[None], attn_mask=rows, scale=scaling)[
+    return scaled_dot_product_attention(query[None], keys[None], values[None], attn_mask=mask, scale=scaling)[
         0
     ]
 
 
-def _causal_mask(piece: Piece) -> Tensor:
-    device = piece.kv.shape.device
-    row = torch.arange(piece.length, device=device)[:, None] + piece.kv.length
-    return torch.arange(piece.kv.length + piece.length, device=device)[None, :] <= row
+def _causal_mask(piece: Piece, num_groups: int) -> Tensor:
+    shape, total = piece.kv.shape, piece.kv.length + piece.length
+    hidden = torch.full((piece.length, total), float("-inf"), dtype=shape.dtype, device=shape.device)
+    return hidden.triu_(piece.kv.length + 1).repeat(num_groups, 1)

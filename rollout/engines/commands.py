@@ -21,15 +21,15 @@ SGLANG_FLAGS = (
 
 
 def embedded_command(
-    config: EngineConfig, model: Path, ready_file: Path, version: int, device: str = "cpu"
+    config: EngineConfig, model: Path, ready_file: Path, port: int, version: int, device: str = "cpu"
 ) -> list[str]:
-    """`python -m rollout.embedded` on a free port that it writes to `ready_file`."""
+    """`python -m rollout.embedded`; the URL appears in `ready_file` when it answers."""
     return [
         config.python or sys.executable,
         "-m",
         "rollout.embedded",
         f"--model={model}",
-        "--port=0",
+        f"--port={port}",
         f"--ready-file={ready_file}",
         f"--dtype={config.dtype}",
         f"--device={device}",

@@ -164,6 +164,11 @@ class EngineFleet:
         with self._lock:
             return tuple(m.url for m in self._members if m.url)
 
+    def stale(self) -> tuple[str, ...]:
+        """URLs of the engines that are alive and lack the current weights: publish the current version to them."""
+        with self._lock:
+            return tuple(m.url for m in self._members if m.url and m.version != self._version)
+
     def published(self, version: int, urls: Sequence[str], weights_folder: Path | None = None) -> None:
         """`version` is current from now on, and `urls` have it. Others do not serve until they have it, too.
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -18,6 +17,7 @@ import httpx
 from rollout.engines.commands import SGLANG_ENVIRONMENT, embedded_command, sglang_command
 from slime_cua.config.rollout import EngineConfig
 from slime_cua.core.errors import EngineError
+from slime_cua.core.ports import free_port
 
 _STOP_S = 10.0
 _LOG_TAIL_LINES = 15
@@ -38,6 +38,7 @@ class EngineProcess:
         self._version = version
         self._device = device
         self._process: subprocess.Popen[bytes] | None = None
+        self._port = 0
         self.url = ""
 
     def __enter__(self) -> EngineProcess:
@@ -76,7 +77,7 @@ class EngineProcess:
         return self.url
 
     def restart(self) -> str:
-        """End the server, start a new one; its URL (the port may differ)."""
+        """End the server, start a new one on the same port, so that clients find it again; its URL."""
         return self.start()
 
     def stop(self) -> None:
@@ -97,7 +98,8 @@ class EngineProcess:
     def _start_embedded(self, log: IO[bytes], deadline_s: float) -> str:
         with tempfile.TemporaryDirectory(prefix="slime_cua_engine_") as folder:
             ready = Path(folder) / "url"
-            command = embedded_command(self._config, self._model, ready, self._version, self._device)
+            port = self._port = self._port or free_port()
+            command = embedded_command(self._config, self._model, ready, port, self._version, self._device)
             self._spawn(command, log, {"OMP_NUM_THREADS": str(self._config.num_threads)})
             while not ready.exists():
                 self._check_still_starting(deadline_s)
@@ -105,7 +107,7 @@ class EngineProcess:
             return ready.read_text()
 
     def _start_sglang(self, log: IO[bytes], deadline_s: float) -> str:
-        port = free_port()
+        port = self._port = self._port or free_port()
         command = sglang_command(self._config, self._model, "127.0.0.1", port, self._version)
         guarded = [sys.executable, "-m", "rollout.engines.lifeline", "--", *command]
         self._spawn(guarded, log, SGLANG_ENVIRONMENT)
@@ -146,10 +148,3 @@ class EngineProcess:
         except OSError:
             return f"(no log at {self._log_path})"
         return "\n".join(lines[-_LOG_TAIL_LINES:])
-
-
-def free_port() -> int:
-    """A port that was free a moment ago, on loopback."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

@@ -8,19 +8,14 @@ not get traffic until a later publish or a restart gave it the current weights.
 from __future__ import annotations
 
 import json
-import shutil
 import socket
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-import httpx
 import torch
-from safetensors.torch import save_file
 
 from slime_cua.convert.weight_stream import (
     NamedTensor,
@@ -28,10 +23,8 @@ from slime_cua.convert.weight_stream import (
     buckets,
     combined_digest,
     dtype_name,
-    tensor_digest,
 )
-from slime_cua.core.errors import CheckpointError, EngineError
-from slime_cua.core.files import fsync_folder, write_atomic
+from slime_cua.trainer.publish_round import PublishRound, Sent, write_version
 
 PROBE_IDS = tuple(range(24, 64))
 """A prompt of our own: after an update its first request must find nothing in the prefix cache."""
@@ -50,7 +43,7 @@ class PublishReport:
     failures: Mapping[str, str]
     """URL -> phase and reason. These engines are paused or gone, and serve nothing."""
     seconds: Mapping[str, float]
-    """Per phase: write (disk only), pause, flush, transfer, check, version, continue, probe; `paused` is the time from the
+    """Per phase: write (where a folder is made), pause, flush, transfer, check, version, continue, probe; `paused` is the time from the
     first pause to the last continue."""
     folder: Path | None = None
     """Checkpoint folder of this version, when the way makes one."""
@@ -75,91 +68,10 @@ class WeightPublisher(Protocol):
         ...
 
 
-@dataclass
-class _Sent:
-    """What left the trainer so far."""
-
-    digests: dict[str, str] = field(default_factory=dict)
-    num_bytes: int = 0
-
-    def note(self, tensors: Iterable[NamedTensor], dtype: torch.dtype | None) -> Iterator[NamedTensor]:
-        for name, tensor in tensors:
-            if name in self.digests:
-                raise CheckpointError(f"tensor {name} came twice from the trainer")
-            if dtype is not None and tensor.is_floating_point():
-                tensor = tensor.to(dtype)
-            if not torch.isfinite(tensor).all():
-                raise CheckpointError(
-                    f"tensor {name} holds NaN or infinity: the trainer's weights are broken, not published"
-                )
-            self.digests[name] = tensor_digest(tensor)
-            self.num_bytes += tensor.nbytes
-            yield name, tensor.detach().contiguous()
-
-
-class _Round:
-    """One publish over HTTP: who is still in, what failed, how long each phase took."""
-
-    def __init__(self, urls: Sequence[str], version: int, timeout_s: float) -> None:
-        self.urls = list(urls)
-        self.version = version
-        self.failures: dict[str, str] = {}
-        self.seconds: dict[str, float] = {}
-        self._http = httpx.Client(timeout=timeout_s)
-        self._pool = ThreadPoolExecutor(max_workers=max(1, len(urls)), thread_name_prefix="publish")
-
-    def close(self) -> None:
-        self._pool.shutdown()
-        self._http.close()
-
-    @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        began_s = time.monotonic()
-        try:
-            yield
-        finally:
-            self.seconds[name] = self.seconds.get(name, 0.0) + time.monotonic() - began_s
-
-    def post_all(self, name: str, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        """POST to every engine that is still in; engines that fail are out. URL -> decoded answer."""
-        with self.phase(name):
-            return self.gather(name, self.start_all(path, {url: body or {} for url in self.urls}))
-
-    def start_all(self, path: str, bodies: Mapping[str, Mapping[str, Any]]) -> dict[str, Future[Any]]:
-        return {url: self._pool.submit(self._post, url, path, body) for url, body in bodies.items()}
-
-    def gather(self, name: str, calls: Mapping[str, Future[Any]]) -> dict[str, Any]:
-        answers = {}
-        for url, call in calls.items():
-            try:
-                answers[url] = call.result()
-            except (httpx.HTTPError, EngineError) as error:
-                self.drop(url, f"{name}: {error}")
-        return answers
-
-    def drop(self, url: str, reason: str) -> None:
-        """`url` is out of this round."""
-        self.failures.setdefault(url, reason)
-        if url in self.urls:
-            self.urls.remove(url)
-
-    def _post(self, url: str, path: str, body: Mapping[str, Any]) -> Any:
-        reply = self._http.post(f"{url}{path}", json=body)
-        if reply.status_code != 200:
-            raise EngineError(f"{path} answered {reply.status_code}: {reply.text[:500]}")
-        try:
-            answer = reply.json()
-        except ValueError:
-            return reply.text
-        if isinstance(answer, dict) and answer.get("success") is False:
-            raise EngineError(f"{path}: {answer.get('message')}")
-        return answer
-
-
 class _Publisher:
     """The order of a publish; the ways differ in `_transfer`."""
 
-    def __init__(self, *, dtype: torch.dtype | None, timeout_s: float, probe_timeout_s: float = 10.0) -> None:
+    def __init__(self, *, dtype: torch.dtype | None, timeout_s: float, probe_timeout_s: float = 3.0) -> None:
         self._dtype = dtype
         self._timeout_s = timeout_s
         self._probe_timeout_s = probe_timeout_s
@@ -167,9 +79,9 @@ class _Publisher:
     def publish(
         self, tensors: Iterable[NamedTensor], version: int, engine_urls: Sequence[str]
     ) -> PublishReport:
-        sent = _Sent()
+        sent = Sent()
         stream = sent.note(tensors, self._dtype)
-        turn = _Round(engine_urls, version, self._timeout_s)
+        turn = PublishRound(engine_urls, version, self._timeout_s)
         try:
             self._before(stream, turn)
             self._probe(turn)
@@ -187,6 +99,7 @@ class _Publisher:
             turn.post_all("continue", "/continue_generation")
             turn.seconds["paused"] = time.monotonic() - began_s
             self._check_probe(turn)
+            self._after(turn)
         finally:
             turn.close()
         return PublishReport(
@@ -203,16 +116,19 @@ class _Publisher:
     def close(self) -> None:
         """Nothing is held open."""
 
-    def _before(self, stream: Iterator[NamedTensor], turn: _Round) -> None:
+    def _before(self, stream: Iterator[NamedTensor], turn: PublishRound) -> None:
         """Work that needs no pause."""
 
-    def _transfer(self, stream: Iterator[NamedTensor], turn: _Round) -> None:
+    def _transfer(self, stream: Iterator[NamedTensor], turn: PublishRound) -> None:
         raise NotImplementedError
+
+    def _after(self, turn: PublishRound) -> None:
+        """Work that engines need not wait for."""
 
     def _folder(self, version: int) -> Path | None:
         return None
 
-    def _check(self, turn: _Round, sent: _Sent) -> None:
+    def _check(self, turn: PublishRound, sent: Sent) -> None:
         """Every engine holds exactly what was sent: by name where it digests whole tensors as we do; engines that digest
         their own sharded layout (SGLang) must agree with each other."""
         layouts: dict[str, list[str]] = {}
@@ -230,21 +146,16 @@ class _Publisher:
                 for url in urls if urls is not majority else ():
                     turn.drop(url, f"check: its weights differ from those of {majority[0]}")
 
-    def _probe(self, turn: _Round) -> dict[str, Any]:
+    def _probe(self, turn: PublishRound) -> dict[str, Any]:
         body = {
             "input_ids": list(PROBE_IDS),
             "sampling_params": {"max_new_tokens": 1, "temperature": 1.0},
         }
-        answers: dict[str, Any] = {}
-        with turn.phase("probe"), httpx.Client(timeout=self._probe_timeout_s) as http:
-            for url in turn.urls:
-                try:
-                    answers[url] = http.post(f"{url}/generate", json=body).json()["meta_info"]
-                except (httpx.HTTPError, ValueError, KeyError):
-                    continue
-        return answers
+        with turn.phase("probe"):
+            answers = turn.ask_all("/generate", body, self._probe_timeout_s)
+        return {url: answer["meta_info"] for url, answer in answers.items() if "meta_info" in answer}
 
-    def _check_probe(self, turn: _Round) -> None:
+    def _check_probe(self, turn: PublishRound) -> None:
         """After the update nothing of the old weights is in the prefix cache. An engine too busy to answer passes."""
         for url, meta in self._probe(turn).items():
             if meta["cached_tokens"] or meta["weight_version"] != str(turn.version):
@@ -272,29 +183,13 @@ class DiskPublisher(_Publisher):
         self._keep = keep
         self._shard_bytes = shard_bytes
 
-    def _before(self, stream: Iterator[NamedTensor], turn: _Round) -> None:
+    def _before(self, stream: Iterator[NamedTensor], turn: PublishRound) -> None:
         with turn.phase("write"):
-            final = self._root / f"v{turn.version}"
-            partial = self._root / f".v{turn.version}.partial"
-            shutil.rmtree(partial, ignore_errors=True)
-            partial.mkdir(parents=True)
-            weight_map: dict[str, str] = {}
-            for index, bucket in enumerate(buckets(stream, self._shard_bytes)):
-                name = f"model-{index:05d}.safetensors"
-                save_file({key: tensor.cpu() for key, tensor in bucket}, partial / name, {"format": "pt"})
-                weight_map.update({key: name for key, _ in bucket})
-            index_json = {"metadata": {}, "weight_map": weight_map}
-            write_atomic(partial / "model.safetensors.index.json", json.dumps(index_json).encode())
-            shutil.rmtree(final, ignore_errors=True)
-            partial.rename(final)
-            fsync_folder(self._root)
+            write_version(self._root, turn.version, buckets(stream, self._shard_bytes), keep=self._keep)
 
-    def _transfer(self, stream: Iterator[NamedTensor], turn: _Round) -> None:
+    def _transfer(self, stream: Iterator[NamedTensor], turn: PublishRound) -> None:
         body = {"model_path": str(self._root / f"v{turn.version}"), "flush_cache": True}
         turn.gather("transfer", turn.start_all("/update_weights_from_disk", dict.fromkeys(turn.urls, body)))
-        versions = sorted(int(path.name[1:]) for path in self._root.glob("v*") if path.name[1:].isdigit())
-        for version in versions[: -self._keep]:
-            shutil.rmtree(self._root / f"v{version}", ignore_errors=True)
 
     def _folder(self, version: int) -> Path | None:
         return self._root / f"v{version}"
@@ -317,8 +212,13 @@ class BroadcastPublisher(_Publisher):
         bucket_bytes: int = 512 << 20,
         engine_tp: int = 1,
         timeout_s: float = 120.0,
+        keep_folder: Path | None = None,
     ) -> None:
+        """`keep_folder`: also keep the last two versions there, written after engines go on, so that a restarted engine
+        need not wait for the next publish. Holds a copy of the weights in memory meanwhile: for small models."""
         super().__init__(dtype=dtype, timeout_s=timeout_s)
+        self._keep_folder = keep_folder
+        self._kept: list[NamedTensor] = []
         self._backend = backend
         self._address = address
         self._device = torch.device(device)
@@ -334,7 +234,7 @@ class BroadcastPublisher(_Publisher):
         self._group, self._members = None, ()
         if group is None:
             return
-        turn = _Round(members, 0, 5.0)
+        turn = PublishRound(members, 0, 5.0)
         try:
             calls = turn.start_all(
                 "/destroy_weights_update_group", {url: {"group_name": self._name} for url in members}
@@ -344,16 +244,27 @@ class BroadcastPublisher(_Publisher):
         finally:
             turn.close()
 
-    def _transfer(self, stream: Iterator[NamedTensor], turn: _Round) -> None:
+    def _transfer(self, stream: Iterator[NamedTensor], turn: PublishRound) -> None:
         if tuple(turn.urls) != self._members:
             self.close()
             self._connect(turn)
+        self._kept = []
         for bucket in buckets(stream, self._bucket_bytes):
-            if self._group is None:
-                continue
-            self._send(bucket, turn)
+            if self._keep_folder is not None:
+                self._kept.extend((name, tensor.cpu().clone()) for name, tensor in bucket)
+            if self._group is not None:
+                self._send(bucket, turn)
 
-    def _connect(self, turn: _Round) -> None:
+    def _after(self, turn: PublishRound) -> None:
+        kept, self._kept = self._kept, []
+        if self._keep_folder is not None:
+            with turn.phase("write"):
+                write_version(self._keep_folder, turn.version, buckets(kept, 4 << 30), keep=2)
+
+    def _folder(self, version: int) -> Path | None:
+        return self._keep_folder / f"v{version}" if self._keep_folder is not None else None
+
+    def _connect(self, turn: PublishRound) -> None:
         members = tuple(turn.urls)
         if not members:
             return
@@ -382,7 +293,7 @@ class BroadcastPublisher(_Publisher):
         if turn.failures.keys() & set(members):
             self._fail_all(turn, "connect: another engine did not join")
 
-    def _send(self, bucket: list[NamedTensor], turn: _Round) -> None:
+    def _send(self, bucket: list[NamedTensor], turn: PublishRound) -> None:
         assert self._group is not None
         body = {
             "names": [name for name, _ in bucket],
@@ -398,7 +309,7 @@ class BroadcastPublisher(_Publisher):
             self._fail_all(turn, f"transfer: the broadcast failed: {str(error).splitlines()[0]}")
         turn.gather("transfer", calls)
 
-    def _fail_all(self, turn: _Round, reason: str) -> None:
+    def _fail_all(self, turn: PublishRound, reason: str) -> None:
         """The group is broken: leave it, so that engines stop waiting, and give up on its members for this round."""
         group, self._group, members, self._members = self._group, None, self._members, ()
         if group is not None:

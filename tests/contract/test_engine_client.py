@@ -17,10 +17,10 @@ import uvicorn
 from fastapi import FastAPI
 
 from rollout.engines import EngineClient, EnginePolicy, EngineProcess, image_ref
-from rollout.engines.process import free_port
 from rollout.engines.routing import rendezvous_order
 from slime_cua.config.rollout import SamplingConfig
 from slime_cua.core.errors import EngineError, PromptMismatchError
+from slime_cua.core.ports import free_port
 from tests.contract.conftest import ENGINE_CONFIG
 from tests.contract.engine_requests import generate, png, post, processor_of, text_ids
 

@@ -74,11 +74,11 @@ def test_an_engine_that_missed_a_publish_serves_nothing_until_it_has_the_weights
     with EngineFleet.local(config, engine_model, tmp_path, rule=RULE) as fleet:
         (url,) = fleet.serving()
         fleet.published(1, [])
-        assert fleet.serving() == () and fleet.reachable() == (url,)
+        assert fleet.serving() == () and fleet.reachable() == fleet.stale() == (url,)
         report = DiskPublisher(tmp_path / "weights").publish(
-            load_file(engine_model / "model.safetensors").items(), 2, fleet.reachable()
+            load_file(engine_model / "model.safetensors").items(), 1, fleet.stale()
         )
-        fleet.published(2, report.engines)
+        fleet.published(1, report.engines)
         assert fleet.serving() == (url,)
 
 

@@ -232,6 +232,27 @@ def test_weights_that_are_not_finite_never_leave_the_trainer(
     assert not (tmp_path / "v51").exists()
 
 
+def test_a_broadcast_works_beside_the_trainers_own_process_group_and_can_keep_a_checkpoint(
+    engines: list[EngineProcess], old: dict[str, Tensor], tmp_path: Path
+) -> None:
+    url = engines[0].url
+    torch.distributed.init_process_group(
+        "gloo", store=torch.distributed.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1
+    )
+    publisher = BroadcastPublisher(timeout_s=20, keep_folder=tmp_path / "kept")
+    try:
+        first = publisher.publish(old.items(), 71, [url])
+        second = publisher.publish(old.items(), 72, [url])
+        torch.distributed.barrier()
+    finally:
+        publisher.close()
+        torch.distributed.destroy_process_group()
+    assert first.failures == second.failures == {}
+    assert second.folder == tmp_path / "kept" / "v72"
+    kept = load_file(second.folder / "model-00000.safetensors")
+    assert kept.keys() == old.keys() and all(torch.equal(kept[name], old[name]) for name in old)
+
+
 def test_a_disk_publish_keeps_whole_checkpoints_of_the_last_versions(
     engines: list[EngineProcess], old: dict[str, Tensor], tmp_path: Path
 ) -> None:

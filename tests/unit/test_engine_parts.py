@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -141,6 +142,15 @@ def test_the_pool_drops_the_oldest_over_its_limit_and_everything_when_cleared() 
     assert pool.acquire(np.arange(200, 230), [])[1] == 20
     pool.clear()
     assert pool.num_tokens == 0
+
+
+def test_a_sequence_with_running_states_is_continued_at_its_end_only() -> None:
+    shape = replace(SHAPE, is_recurrent=True)
+    pool, kv = PrefixPool(shape, 1000), filled(20)
+    pool.release(kv, np.arange(20))
+    assert pool.acquire(np.concatenate([np.arange(12), [99] * 20]), [])[1] == 0
+    assert pool.acquire(np.arange(20), [])[1] == 0
+    assert pool.acquire(np.arange(30), [Sequence(filled(25), np.arange(40))]) == (kv, 20)
 
 
 def test_losing_an_engine_moves_only_its_own_sessions() -> None:

@@ -7,7 +7,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollout.engines.process import free_port
 from slime_cua.convert.weight_stream import (
     WeightGroup,
     buckets,
@@ -16,6 +15,7 @@ from slime_cua.convert.weight_stream import (
     dtype_of,
     tensor_digest,
 )
+from slime_cua.core.ports import free_port
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8, torch.float64])
