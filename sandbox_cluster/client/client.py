@@ -13,22 +13,22 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from types import TracebackType
 from typing import TypeVar
 
-import httpx
 from pydantic import BaseModel
 
 from sandbox_cluster.api import AcquireRequest, Lease, Requirements
 from sandbox_cluster.client.sandbox import Sandbox
 from sandbox_cluster.deadlines import DEADLINE_HEADER, tighter
 from sandbox_cluster.errors import to_core
+from sandbox_cluster.wire import NotSentError, Reply, Wire
 from slime_cua.config.sandbox import SandboxConfig
 from slime_cua.core.errors import SandboxError, SlimeCuaError, UnknownOutcomeError
 
-IDLE_S = 20.0
 RETRY_S = 0.5
 R = TypeVar("R", bound=BaseModel)
 
@@ -47,10 +47,9 @@ class SandboxClient:
     ) -> None:
         self.config = config or SandboxConfig()
         self._owner, self._ttl_s = owner, ttl_s
-        limits = httpx.Limits(max_connections=None, max_keepalive_connections=256, keepalive_expiry=IDLE_S)
-        self._http = httpx.AsyncClient(
-            base_url=url, headers={"authorization": f"Bearer {token}"}, limits=limits, trust_env=False
-        )
+        self._url = url.rstrip("/")
+        self._headers = {"authorization": f"Bearer {token}", "content-type": "application/json"}
+        self._wire = Wire()
 
     async def __aenter__(self) -> SandboxClient:
         return self
@@ -61,7 +60,7 @@ class SandboxClient:
         await self.close()
 
     async def close(self) -> None:
-        await self._http.aclose()
+        await self._wire.close()
 
     @contextlib.asynccontextmanager
     async def lease(
@@ -111,7 +110,7 @@ class SandboxClient:
                 reply = await self.send("POST", "/v1/leases", body, left_s + 5.0)
                 return Lease.model_validate_json(reply.content)
             except SandboxError as error:
-                if not isinstance(error, UnknownOutcomeError | _NotSent) or time.monotonic() > end:
+                if not isinstance(error, UnknownOutcomeError | NotSentError) or time.monotonic() > end:
                     raise
                 await asyncio.sleep(RETRY_S)
 
@@ -120,7 +119,7 @@ class SandboxClient:
             try:
                 await self.send("DELETE", f"/v1/leases/{lease_id}", None, 10.0)
                 return
-            except (UnknownOutcomeError, _NotSent):
+            except (UnknownOutcomeError, NotSentError):
                 await asyncio.sleep(RETRY_S)
 
     async def _heartbeats(self, sandbox: Sandbox) -> None:
@@ -131,7 +130,7 @@ class SandboxClient:
                 await self.send(
                     "POST", f"/v1/leases/{sandbox.lease.lease_id}/heartbeat", None, self._ttl_s / 4
                 )
-            except (UnknownOutcomeError, _NotSent):
+            except (UnknownOutcomeError, NotSentError):
                 continue
             except SlimeCuaError as error:
                 sandbox.ended = str(error)
@@ -148,46 +147,33 @@ class SandboxClient:
             await self._within(timeout_s, lambda: self.send("GET", path, None, tighter(timeout_s)))
         ).content
 
-    async def _within(
-        self, timeout_s: float, send: Callable[[], Awaitable[httpx.Response]]
-    ) -> httpx.Response:
+    async def _within(self, timeout_s: float, send: Callable[[], Awaitable[Reply]]) -> Reply:
         try:
             async with asyncio.timeout(timeout_s):
                 return await send()
         except TimeoutError:
             raise UnknownOutcomeError(f"no answer within {timeout_s:g} s: the call may have acted") from None
 
-    async def send(self, method: str, path: str, body: BaseModel | None, timeout_s: float) -> httpx.Response:
+    async def send(self, method: str, path: str, body: BaseModel | None, timeout_s: float) -> Reply:
         """One request, sent once. Raises the core error of an answer that is not a success."""
         content = body.model_dump_json().encode() if body is not None else b""
+        headers = {**self._headers, DEADLINE_HEADER: f"{tighter(timeout_s):.3f}"}
         try:
-            reply = await self._http.request(
-                method,
-                path,
-                content=content,
-                headers={"content-type": "application/json", DEADLINE_HEADER: f"{tighter(timeout_s):.3f}"},
-                timeout=httpx.Timeout(timeout_s, connect=min(5.0, timeout_s)),
-            )
-        except (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout) as error:
-            raise _NotSent(
-                f"the gateway cannot be reached ({type(error).__name__}): is it running?"
-            ) from None
-        except httpx.TransportError as error:
+            reply = await self._wire.request(method, self._url + path, content, headers, timeout_s)
+        except NotSentError as error:
+            raise NotSentError(f"the gateway cannot be reached ({error}): is it running?") from None
+        except UnknownOutcomeError as error:
             raise UnknownOutcomeError(
-                f"the gateway's reply was lost ({type(error).__name__}): the call may have acted and is not repeated"
+                f"the gateway's reply was lost ({error}): the call may have acted and is not repeated"
             ) from None
-        if reply.status_code < 400:
+        if reply.status < 400:
             return reply
         raise _error_of(reply)
 
 
-class _NotSent(SandboxError):
-    """The request did not leave: nothing happened."""
-
-
-def _error_of(reply: httpx.Response) -> SlimeCuaError:
+def _error_of(reply: Reply) -> SlimeCuaError:
     try:
-        error = reply.json()["error"]
+        error = json.loads(reply.content)["error"]
         return to_core(str(error["kind"]), str(error["message"]))
     except (ValueError, KeyError, TypeError):
-        return SandboxError(f"the gateway answered {reply.status_code}: {reply.text[:200]}")
+        return SandboxError(f"the gateway answered {reply.status}: {reply.content[:200]!r}")

@@ -92,7 +92,6 @@ def create_app(state: State, clients: Tokens, hosts: Tokens, *, host_timeout_s: 
 
     @contextlib.asynccontextmanager
     async def life(app: FastAPI) -> AsyncIterator[None]:
-        await upstream.open()
         broker.start()
         try:
             yield

@@ -1,0 +1,76 @@
+"""One HTTP request, sent once, with the two ways to fail kept apart: it did not leave, or its reply was lost (I7).
+
+aiohttp's client: a fifth of httpx's CPU a call, and every action goes through here twice. It repeats idempotent methods by
+itself on a connection that was closed while idle; those of ours (GET, PUT, DELETE) may be repeated, and actions are POST.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import aiohttp
+from yarl import URL
+
+from slime_cua.core.errors import SandboxError, UnknownOutcomeError
+
+CONNECT_S = 4.0
+IDLE_S = 20.0
+"""Less than the services' keep-alive, so that no request meets a connection that is being closed."""
+
+
+class NotSentError(SandboxError):
+    """The request did not leave: nothing happened."""
+
+
+@dataclass(frozen=True)
+class Reply:
+    """An answer, in full."""
+
+    status: int
+    headers: dict[str, str]
+    """Names in lower case."""
+    content: bytes
+
+
+class Wire:
+    """A pool of connections. Made inside the event loop at the first request."""
+
+    def __init__(self) -> None:
+        self._session: aiohttp.ClientSession | None = None
+        self._is_closed = False
+
+    async def close(self) -> None:
+        self._is_closed = True
+        if self._session is not None:
+            await self._session.close()
+
+    async def request(
+        self, method: str, url: str, body: bytes, headers: Mapping[str, str], timeout_s: float
+    ) -> Reply:
+        """The answer, whatever its status. Raises NotSentError, or UnknownOutcomeError when the reply was lost."""
+        if self._is_closed:
+            raise NotSentError("the client was closed; nothing was sent")
+        if self._session is None:
+            self._session = aiohttp.ClientSession(
+                connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=IDLE_S),
+                cookie_jar=aiohttp.DummyCookieJar(),
+                auto_decompress=False,
+            )
+        limit = aiohttp.ClientTimeout(total=timeout_s, sock_connect=min(CONNECT_S, timeout_s))
+        try:
+            async with self._session.request(
+                method,
+                URL(url, encoded=True),
+                data=body,
+                headers=headers,
+                timeout=limit,
+                allow_redirects=False,
+            ) as reply:
+                content = await reply.read()
+                names = {name.lower(): value for name, value in reply.headers.items()}
+                return Reply(reply.status, names, content)
+        except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError, aiohttp.InvalidURL) as error:
+            raise NotSentError(type(error).__name__) from None
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            raise UnknownOutcomeError(type(error).__name__) from None
