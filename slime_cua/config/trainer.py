@@ -41,6 +41,8 @@ class TrainerConfig(ConfigModel):
     max_tokens_per_rank: int = Field(32768, ge=16)
     """Token budget (images expanded) of one packed micro-batch."""
     freeze_vision: bool = True
+    vision_cache_mb: int = Field(256, ge=0)
+    """Features of images that a frozen vision tower keeps on each rank from step to step; 0: none."""
     recompute: Literal["none", "selective", "full"] = "none"
     use_distributed_optimizer: bool = True
     timeout_s: float = 600.0

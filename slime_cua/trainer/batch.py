@@ -5,8 +5,8 @@ Legend: T packed tokens, R trained rows, I images, M image tokens of the stream.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import numpy as np
@@ -33,11 +33,15 @@ class Microbatch:
     target_R: torch.Tensor
     """The trained tokens."""
     patches: torch.Tensor | None = None
-    """[patches, features] of the images the tower sees; None without images."""
+    """[patches, features] of the images that the tower must see; None without any image, [0, ...] when all are known."""
     grid_I3: torch.Tensor | None = None
-    """(1, rows, columns) of patches of each image the tower sees."""
+    """(1, rows, columns) of patches of each of them."""
+    patch_counts: tuple[int, ...] = ()
+    """Patches of each of them, on the host; empty: every tensor-parallel rank computes all."""
+    image_names: tuple[str, ...] = ()
+    """Distinct images of the stream in order of their features, those already known included; empty: as in `patches`."""
     image_token_M: torch.Tensor | None = None
-    """Row of the tower's output for each image token of the stream; None: they are already in order."""
+    """Row of the features for each image token of the stream; None: they are already in order."""
 
     def to(self, device: torch.device) -> Microbatch:
         """The same on `device`."""
@@ -48,8 +52,13 @@ class Microbatch:
         return Microbatch(**values)
 
 
-def build_microbatch(packed: PackedBatch, source: ImageSource | None, loader: ImageLoader) -> Microbatch:
-    """The CPU tensors of a packed batch; each distinct image is decoded once."""
+def build_microbatch(
+    packed: PackedBatch,
+    source: ImageSource | None,
+    loader: ImageLoader,
+    is_known: Callable[[str], bool] = lambda name: False,
+) -> Microbatch:
+    """The CPU tensors of a packed batch; each distinct image is decoded once, and not at all if `is_known` by its hash."""
     config = loader.config
     grids = [config.token_grid(ref.width_px, ref.height_px) for ref in packed.images_I]
     positions_3T = packed_positions(
@@ -59,36 +68,38 @@ def build_microbatch(packed: PackedBatch, source: ImageSource | None, loader: Im
         config.tokens.image_token_id,
     )
     row_R = np.flatnonzero(packed.is_trained_T)
-    vision = _vision(packed.distinct_images, packed.image_index_I, source, loader)
-    return Microbatch(
+    text = Microbatch(
         token_ids_T=torch.from_numpy(packed.input_ids_T),
         positions_3T=torch.from_numpy(positions_3T),
         cu_seqlens=torch.from_numpy(packed.cu_seqlens.astype(np.int32)),
         max_seqlen=packed.max_seqlen,
         row_R=torch.from_numpy(row_R),
         target_R=torch.from_numpy(packed.target_T[row_R]),
-        patches=vision.get("patches"),
-        grid_I3=vision.get("grid_I3"),
-        image_token_M=vision.get("image_token_M"),
     )
-
-
-def _vision(
-    distinct: Sequence[ImageRef], index_I: np.ndarray, source: ImageSource | None, loader: ImageLoader
-) -> dict[str, torch.Tensor]:
-    """Patches of the distinct images, and where each occurrence finds its rows in the tower's output."""
-    if not distinct:
-        return {}
+    if not packed.distinct_images:
+        return text
     if source is None:
-        raise DataError(f"{len(distinct)} images in the batch, but no image store was given")
+        raise DataError(f"{len(packed.distinct_images)} images in the batch, but no image store was given")
+    fresh = [ref for ref in packed.distinct_images if not is_known(ref.sha256)]
+    return _with_images(text, packed, fresh, source, loader)
+
+
+def _with_images(
+    text: Microbatch, packed: PackedBatch, fresh: list[ImageRef], source: ImageSource, loader: ImageLoader
+) -> Microbatch:
+    """`text` with the patches of `fresh`, and where each occurrence of an image finds its features."""
     config = loader.config
-    patches = [patchify(torch.tensor(loader.pixels(ref, source))[None], config) for ref in distinct]
-    grids = [config.grid_hw(ref.width_px, ref.height_px) for ref in distinct]
-    counts = np.array([rows * columns // config.tokens.merge_size**2 for rows, columns in grids])
+    patches = [patchify(torch.tensor(loader.pixels(ref, source))[None], config) for ref in fresh]
+    grids = [config.grid_hw(ref.width_px, ref.height_px) for ref in fresh]
+    sizes = [config.grid_hw(ref.width_px, ref.height_px) for ref in packed.distinct_images]
+    counts = np.array([rows * columns // config.tokens.merge_size**2 for rows, columns in sizes])
     first = np.cumsum(counts) - counts
-    occurrences = [np.arange(counts[i]) + first[i] for i in index_I]
-    return {
-        "patches": torch.cat(patches),
-        "grid_I3": torch.tensor([(1, *grid) for grid in grids], dtype=torch.int64),
-        "image_token_M": torch.from_numpy(np.concatenate(occurrences)),
-    }
+    occurrences = [np.arange(counts[i]) + first[i] for i in packed.image_index_I]
+    return replace(
+        text,
+        patches=torch.cat(patches) if patches else torch.zeros(0, config.num_features),
+        grid_I3=torch.tensor([(1, *grid) for grid in grids], dtype=torch.int64).reshape(-1, 3),
+        patch_counts=tuple(rows * columns for rows, columns in grids),
+        image_names=tuple(ref.sha256 for ref in packed.distinct_images),
+        image_token_M=torch.from_numpy(np.concatenate(occurrences)),
+    )

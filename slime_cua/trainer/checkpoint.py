@@ -111,6 +111,8 @@ def restore(folder: Path, model: PolicyModel, optimizer: Optimizer, layout: Layo
     except (CheckpointingException, KeyError, RuntimeError, ValueError) as error:
         raise CheckpointError(f"{path} does not fit this model: {error}") from error
     model.module.load_state_dict(loaded["model"])
+    if model.vision is not None:
+        model.vision.forget()
     optimizer.megatron.load_state_dict(loaded["optimizer"])
     optimizer.num_steps = int(manifest["optimizer_steps"])
     mine = path / f"rank_{layout.rank:05d}.pt"

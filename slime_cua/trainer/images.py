@@ -50,6 +50,11 @@ class PatchConfig:
             raise ConfigError(f"{hf_dir}/preprocessor_config.json has no {error}") from None
         return cls(tokens, int(plain.get("temporal_patch_size", 2)), mean, std)
 
+    @property
+    def num_features(self) -> int:
+        """Numbers in a patch."""
+        return len(self.mean) * self.temporal_patch_size * self.tokens.patch_size_px**2
+
     def grid_hw(self, width_px: int, height_px: int) -> tuple[int, int]:
         """(rows, columns) of patches of an image of this size."""
         width, height = resized_wh_px(width_px, height_px, self.tokens)

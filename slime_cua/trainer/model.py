@@ -15,8 +15,8 @@ import megatron_patches
 from slime_cua.config.trainer import TrainerConfig
 from slime_cua.kernels.linear_logprob import linear_logprob
 from slime_cua.trainer.batch import Microbatch
+from slime_cua.trainer.vision import VisionTower
 from slime_cua.trainer.vision_attention import ATTENTION_NAME, register_vision_attention
-from slime_cua.trainer.vision_speed import speed_up_tower
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -42,15 +42,15 @@ class PolicyModel:
         self._text = getattr(self.module, "language_model", self.module)
         self._text._forward_output_layer = self._select_rows
         self._rows: torch.Tensor | None = None
-        self._image_tokens: torch.Tensor | None = None
-        self._tower = getattr(getattr(self.module, "visual", None), "visual", None)
-        if self._tower is not None:
+        tower = getattr(getattr(self.module, "visual", None), "visual", None)
+        self.vision: VisionTower | None = None
+        if tower is not None:
             register_vision_attention()
-            speed_up_tower(self._tower)
-            self._tower.config._attn_implementation = ATTENTION_NAME
-            self._tower.register_forward_hook(self._repeat_images)
-            if config.freeze_vision:
-                self._tower.requires_grad_(False)
+            tower.config._attn_implementation = ATTENTION_NAME
+            tower.requires_grad_(not config.freeze_vision)
+            self.vision = VisionTower(
+                tower, self._tp_group(), config.freeze_vision, config.vision_cache_mb << 20
+            )
         self.runner: Any = self.module
         """What a forward calls: the module, or Megatron's DistributedDataParallel around it."""
 
@@ -92,7 +92,9 @@ class PolicyModel:
         images = (
             {} if batch.patches is None else {"pixel_values": batch.patches, "image_grid_thw": batch.grid_I3}
         )
-        self._rows, self._image_tokens = batch.row_R, batch.image_token_M
+        self._rows = batch.row_R
+        if self.vision is not None:
+            self.vision.batch = batch
         try:
             rows_1RH = self.runner(
                 input_ids=batch.token_ids_T[None],
@@ -102,7 +104,9 @@ class PolicyModel:
                 **images,
             )
         finally:
-            self._rows = self._image_tokens = None
+            self._rows = None
+            if self.vision is not None:
+                self.vision.batch = None
         return rows_1RH[0]
 
     def _positions(self, batch: Microbatch) -> torch.Tensor:
@@ -121,15 +125,6 @@ class PolicyModel:
             )
         assert self._rows is not None
         return hidden_states[:, 0].index_select(0, self._rows)[:, None]
-
-    def _repeat_images(self, module: Any, args: Any, output: Any) -> Any:
-        """The tower saw distinct images; give each occurrence its rows."""
-        if self._image_tokens is not None:
-            output.pooler_output = output.pooler_output.index_select(0, self._image_tokens)
-            features = getattr(output, "deepstack_features", None)
-            if features:
-                output.deepstack_features = [x.index_select(0, self._image_tokens) for x in features]
-        return output
 
     def _head_weight(self) -> torch.Tensor:
         if self._text.share_embeddings_and_output_weights:

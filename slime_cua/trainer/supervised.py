@@ -165,6 +165,7 @@ def build_equal_lengths(
     sizes_S = np.array([len(x) + n for x, n in zip(ids, pads, strict=True)], dtype=np.int64)
     streams = expand_streams(ids_N, sizes_S, grids, config.tokens.image_token_id)
     at_R = streams.start_N[trained_N]
+    patch_grids = _patch_grids(images, config)
 
     def put(values: NDArray[Any]) -> torch.Tensor:
         tensor = torch.from_numpy(np.require(values, requirements=["C", "W"]))
@@ -178,7 +179,8 @@ def build_equal_lengths(
         row_R=put(at_R - 1),
         target_R=put(streams.token_ids_T[at_R]),
         patches=_patches(images, config, put) if images else None,
-        grid_I3=put(_patch_grids(images, config)) if images else None,
+        grid_I3=put(patch_grids) if images else None,
+        patch_counts=tuple(patch_grids.prod(axis=1).tolist()) if images else (),
     )
 
 

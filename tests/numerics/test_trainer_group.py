@@ -15,7 +15,7 @@ from slime_cua.trainer import checkpoint
 from slime_cua.trainer.group import LocalTrainerGroup
 from slime_cua.trainer.runtime import check_layout
 from tests.numerics.tiny_models import make_qwen35
-from tests.numerics.trainer_cases import make_samples
+from tests.numerics.trainer_cases import MemoryStore, make_samples
 
 pytestmark = pytest.mark.slow
 
@@ -59,6 +59,20 @@ def test_temperature_divides_the_logits(group: LocalTrainerGroup, folder: Path) 
     uniform = -torch.log(torch.tensor(384.0)).item()
     assert hot[0] == pytest.approx([uniform] * len(hot[0]), abs=0.1)
     assert min(cold[0]) < 5 * uniform
+
+
+def test_a_frozen_tower_remembers_images_and_restoring_weights_forgets_them(
+    group: LocalTrainerGroup, folder: Path, tmp_path: Path
+) -> None:
+    samples, store = make_samples()
+    group.call("load", folder)
+    group.call("save", tmp_path, 1)
+    first = group.call("logprobs", samples, store)
+    without_pixels = MemoryStore()
+    assert group.call("logprobs", samples, without_pixels) == first
+    group.call("restore", tmp_path)
+    store_again = group.call("logprobs", samples, store)
+    assert store_again == first
 
 
 def test_errors_of_ours_come_back_as_themselves(
