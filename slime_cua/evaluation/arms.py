@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from rollout.metrics import behaviour
+from slime_cua.core.errors import InfrastructureError
 from slime_cua.core.files import write_atomic
 from slime_cua.core.types import Episode, Task
 from slime_cua.data.episodes import EpisodeStore
@@ -42,13 +43,19 @@ def evaluate_arm(session: Session, name: str, model: Path, fleet: Any = None) ->
         "evaluate", phase, tasks, session.config.evaluation.temperature, what=f"evaluating {name}"
     )
     attempts = attempts_of(episodes, tasks)
+    success = family_mean(attempts)
+    if success is None:
+        reasons = sorted({episode.error or episode.stop_reason for episode in episodes})[:3]
+        raise InfrastructureError(
+            f"none of the {len(episodes)} held-out episodes of {name} has a score: {'; '.join(reasons)}"
+        )
     values = {f"eval/success/{f}": v for f, v in by_family(attempts).items()}
     values |= {
         f"eval/{k}": v for k, v in behaviour(episodes).items() if "/" not in k and not k.startswith("resp")
     }
     summary = summarise(attempts)
     values |= {
-        "eval/success": family_mean(attempts) or 0.0,
+        "eval/success": success,
         "eval/coverage": summary.num_valid / summary.num_declared,
     }
     session.logger.log(values, step=ARMS.index(name), axis="eval")
