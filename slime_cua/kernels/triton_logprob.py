@@ -30,6 +30,9 @@ FAST_BLOCK_BYTES = GIB
 """fp32 logits of one block of kept rows, at most; no more than an eighth of what is kept or than the weight's gradient."""
 LEAST_ROWS = 512
 """Of a block of kept rows, whatever the vocabulary: with fewer, reading the weight takes longer than the product."""
+EARLY_ELEMENTS = 1 << 22
+"""Up to R * H of this, the forward also computes U W, which the upstream gradient only scales: while the device works on
+it, the CPU, slower than the device at such sizes, gets to the backward."""
 LEAN_LOGITS_BYTES = 160 << 20
 """fp32 logits of one block of rows that are not kept."""
 LEAN_ROWS = 16384
@@ -100,6 +103,11 @@ class _TritonLogprob(torch.autograd.Function):
                 rank=head.rank,
                 inverse_temperature=head.inverse_temperature,
             )
+        ctx.product_RH = None
+        if kept_RV is not None and hidden_RH.requires_grad and hidden_RH.numel() <= EARLY_ELEMENTS:
+            ctx.product_RH = _product(
+                kept_RV, weight_VH, torch.empty_like(hidden_RH[:num_kept], dtype=torch.float32)
+            )
         logp_R, entropy_R = results_4R[0].clone(), results_4R[2].clone()
         ctx.save_for_backward(hidden_RH, weight_VH, target_R, results_4R)
         ctx.head, ctx.entropy_grad, ctx.main_grad = head, entropy_grad, main_grad
@@ -128,8 +136,8 @@ class _TritonLogprob(torch.autograd.Function):
             kept = slice(0, num_kept)
             into_RH = None if grad_hidden_RH is None else grad_hidden_RH[kept]
             scale_R = (grad_logp_R * factor_R)[kept]
-            _kept_backward(ctx.kept, scale_R, hidden_RH[kept], weight_VH, into_RH, sink)
-            ctx.kept = None
+            _kept_backward(ctx.kept, ctx.product_RH, scale_R, hidden_RH[kept], weight_VH, into_RH, sink)
+            ctx.kept = ctx.product_RH = None
         if num_kept < num_rows:
             rest = slice(num_kept, None)
             entropy_part = grad_entropy_R if ctx.entropy_grad else None
@@ -195,17 +203,21 @@ def _kept_forward(
 
 def _kept_backward(
     kept_RV: torch.Tensor,
+    product_RH: torch.Tensor | None,
     scale_R: torch.Tensor,
     hidden_RH: torch.Tensor,
     weight_VH: torch.Tensor,
     into_RH: torch.Tensor | None,
     sink: _WeightSink | None,
 ) -> None:
+    """product_RH: kept_RV @ weight_VH, where the forward has computed it."""
     if sink is not None:
         scaled_RH = triton_rows.scale_rows(hidden_RH, scale_R, torch.empty_like(hidden_RH))
         sink.add(slice(0, weight_VH.shape[0]), kept_RV.t(), scaled_RH, is_first=True)
         del scaled_RH
-    if into_RH is not None:
+    if into_RH is not None and product_RH is not None:
+        triton_rows.scale_rows(product_RH, scale_R, into_RH)
+    elif into_RH is not None:
         num_rows, width = hidden_RH.shape
         block = _rows_within(LEAN_LOGITS_BYTES, width, num_rows)
         buffer_BH = torch.empty(block, width, dtype=torch.float32, device=hidden_RH.device)

@@ -169,6 +169,7 @@ def check_blocks(world, group):
     """Rows partly kept, the others recomputed in several blocks of rows and columns."""
     triton_logprob.LEAN_ROWS, triton_logprob.LEAN_GRAD_BYTES, triton_logprob.LEAN_LOGITS_BYTES = 5, 1, 1
     triton_logprob.LEAN_KEEP_BYTES = 128 * 300 * 4
+    triton_logprob.EARLY_ELEMENTS = 0
     check(136, 8, 300 * world, 300, 0.9, "lean", torch.float32, False, False, group)
     triton_logprob.LEAN_KEEP_BYTES = 0
     check(8, 8, 600 * world, 600, 0.9, "lean", torch.float32, False, True, group)
