@@ -55,14 +55,15 @@ class _Member:
     version: int = -1
     checks: deque[bool] = field(default_factory=lambda: deque(maxlen=5))
     num_restarts: int = 0
-    error: str = ""
+    num_failed_starts: int = 0
+    """In a row."""
 
 
 class EngineFleet:
-    """Supervises engines from one thread of its own.
+    """Supervises engines, each from a thread of its own.
 
     Example: with EngineFleet.local(config, model, run_dir) as fleet: client.set_engines(fleet.serving(), fleet.version)
-    After each publish call `published`. `on_change` is called, from the fleet's thread, when the serving engines change.
+    After each publish call `published`. `on_change` is called, from a thread of the fleet's, when the serving engines change.
     """
 
     def __init__(
@@ -82,7 +83,10 @@ class EngineFleet:
         self._on_change = on_change
         self._lock = threading.RLock()
         self._stopping = threading.Event()
-        self._thread = threading.Thread(target=self._watch, name="engine-fleet", daemon=True)
+        self._threads = [
+            threading.Thread(target=self._watch, args=(member,), name="engine-watch", daemon=True)
+            for member in self._members
+        ]
 
     @classmethod
     def local(
@@ -144,13 +148,17 @@ class EngineFleet:
         if errors:
             self.stop()
             raise EngineError(errors[0])
-        self._thread.start()
+        for thread in self._threads:
+            thread.start()
 
     def stop(self) -> None:
-        """End all engines."""
+        """End all engines, also those that are just starting."""
         self._stopping.set()
-        if self._thread.is_alive() and self._thread is not threading.current_thread():
-            self._thread.join()
+        for member in self._members:
+            member.handle.stop()
+        for thread in self._threads:
+            if thread.is_alive():
+                thread.join()
         for member in self._members:
             member.handle.stop()
 
@@ -188,13 +196,10 @@ class EngineFleet:
         with self._lock:
             return sum(member.num_restarts for member in self._members)
 
-    def _watch(self) -> None:
+    def _watch(self, member: _Member) -> None:
         with httpx.Client(timeout=self._rule.timeout_s) as http:
-            while not self._stopping.wait(self._rule.interval_s):
-                for member in self._members:
-                    if self._stopping.is_set():
-                        return
-                    self._check(http, member)
+            while not self._stopping.wait(self._rule.interval_s * 2 ** min(member.num_failed_starts, 5)):
+                self._check(http, member)
 
     def _check(self, http: httpx.Client, member: _Member) -> None:
         if member.url and member.handle.is_running:
@@ -214,14 +219,16 @@ class EngineFleet:
             member.url, member.version, member.num_restarts = "", -1, member.num_restarts + 1
             member.checks.clear()
         self._changed()
+        if self._stopping.is_set():
+            return
         try:
             url = member.handle.restart()
         except EngineError as error:
-            member.error = str(error)
+            member.num_failed_starts += 1
             log.error("an engine did not come back: %s", error)
             return
         with self._lock:
-            member.url, member.version, member.error = url, self._start_version, ""
+            member.url, member.version, member.num_failed_starts = url, self._start_version, 0
         if member.version != self._version:
             self._bring_weights(member)
         self._changed()

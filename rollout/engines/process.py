@@ -132,8 +132,10 @@ class EngineProcess:
         )
 
     def _check_still_starting(self, deadline_s: float) -> None:
-        assert self._process is not None
-        code = self._process.poll()
+        process = self._process
+        if process is None:
+            raise EngineError("the engine was stopped while it started")
+        code = process.poll()
         if code is not None:
             raise EngineError(f"the engine ended with code {code} at start:\n{self.log_tail()}")
         if time.monotonic() > deadline_s:

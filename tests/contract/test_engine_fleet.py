@@ -82,6 +82,16 @@ def test_an_engine_that_missed_a_publish_serves_nothing_until_it_has_the_weights
         assert fleet.serving() == (url,)
 
 
+def test_a_fleet_stops_at_once_also_while_an_engine_restarts(engine_model: Path, tmp_path: Path) -> None:
+    with EngineFleet.local(ENGINE_CONFIG, engine_model, tmp_path, rule=RULE) as fleet:
+        (handle,) = fleet.handles
+        os.kill(handle.pid, signal.SIGKILL)
+        wait_for(lambda: fleet.restarts() == 1)
+        began = time.monotonic()
+    assert time.monotonic() - began < 15
+    assert not handle.is_running
+
+
 def test_an_engine_dies_with_its_owner(engine_model: Path, tmp_path: Path) -> None:
     owner = subprocess.Popen(
         [
