@@ -24,6 +24,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
 
+from sandbox_cluster.serving import bind
 from slime_cua.config.sandbox import SandboxConfig
 from slime_cua.core.errors import PreflightError, SandboxError
 
@@ -65,28 +66,40 @@ class LocalCluster:
         self.state_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
         self.token, self._host_token = secrets.token_urlsafe(24), secrets.token_urlsafe(24)
         try:
-            self.start_gateway()
-            self.start_host()
+            with bind("127.0.0.1", 0) as sock:
+                self.url = f"http://127.0.0.1:{sock.getsockname()[1]}"
+                self.gateway = self._gateway("--listen-fd", str(sock.fileno()), handles=(sock.fileno(),))
+            self.host = self._host()
+            for service in (self.gateway, self.host):
+                service.wait_ready(self._start_timeout_s)
         except BaseException:
             self.stop()
             raise
 
     def start_gateway(self, port: int = 0) -> None:
         """Start the gateway; again, with the old port, after it died."""
-        self.gateway = Service(
-            "gateway",
-            ["--port", str(port), "--state", str(self.state_dir / "gateway")],
-            {CLIENT_TOKENS: f"run:{self.token}", HOST_TOKENS: f"run:{self._host_token}"},
-            self.state_dir / "gateway.log",
-            self._start_timeout_s,
-        )
+        self.gateway = self._gateway("--port", str(port))
+        self.gateway.wait_ready(self._start_timeout_s)
         self.url = f"http://127.0.0.1:{self.gateway.port}"
 
     def start_host(self) -> None:
         """Start the host agent; again after it died."""
+        self.host = self._host()
+        self.host.wait_ready(self._start_timeout_s)
+
+    def _gateway(self, *listen: str, handles: tuple[int, ...] = ()) -> Service:
+        return Service(
+            "gateway",
+            [*listen, "--state", str(self.state_dir / "gateway")],
+            {CLIENT_TOKENS: f"run:{self.token}", HOST_TOKENS: f"run:{self._host_token}"},
+            self.state_dir / "gateway.log",
+            handles,
+        )
+
+    def _host(self) -> Service:
         config = self.state_dir / "host.json"
         config.write_text(self.config.model_dump_json())
-        self.host = Service(
+        return Service(
             "host",
             [
                 "--gateway",
@@ -101,7 +114,6 @@ class LocalCluster:
             ],
             {HOST_TOKENS: f"run:{self._host_token}"},
             self.state_dir / "host.log",
-            self._start_timeout_s,
         )
 
     @contextlib.contextmanager
@@ -184,42 +196,47 @@ class LocalCluster:
 
 
 class Service:
-    """One of our processes, tied to this one. Its log is kept in a file."""
+    """One of our processes, tied to this one. Its log is kept in a file. `port` is known after wait_ready."""
 
     def __init__(
-        self, name: str, arguments: list[str], environment: dict[str, str], log: Path, timeout_s: float
+        self,
+        name: str,
+        arguments: list[str],
+        environment: dict[str, str],
+        log: Path,
+        handles: tuple[int, ...] = (),
     ) -> None:
         self.name, self._log = name, log
-        ready_read, ready_write = os.pipe()
+        self.port = 0
+        self._ready, ready_write = os.pipe()
+        tie = ["--ready-fd", str(ready_write), "--tied-to-stdin"]
         with log.open("ab") as log_file:
             self._log_start = log_file.tell()
             try:
                 self.process = subprocess.Popen(
-                    [
-                        sys.executable,
-                        "-m",
-                        f"sandbox_cluster.{name}",
-                        *arguments,
-                        "--ready-fd",
-                        str(ready_write),
-                        "--tied-to-stdin",
-                    ],
+                    [sys.executable, "-m", f"sandbox_cluster.{name}", *arguments, *tie],
                     stdin=subprocess.PIPE,
                     stdout=log_file,
                     stderr=log_file,
-                    pass_fds=(ready_write,),
+                    pass_fds=(ready_write, *handles),
                     env=_environment(environment),
                     start_new_session=True,
                 )
+            except BaseException:
+                os.close(self._ready)
+                raise
             finally:
                 os.close(ready_write)
+
+    def wait_ready(self, timeout_s: float) -> None:
+        """Return when it serves. Raises PreflightError with its own sentence; it is ended then."""
         try:
-            self.port = self._wait_ready(ready_read, timeout_s)
+            self.port = self._wait_ready(self._ready, timeout_s)
         except BaseException:
             self.stop()
             raise
-        finally:
-            os.close(ready_read)
+        os.close(self._ready)
+        self._ready = -1
 
     def _wait_ready(self, ready: int, timeout_s: float) -> int:
         end = time.monotonic() + timeout_s
@@ -249,6 +266,9 @@ class Service:
         if self.process.stdin is not None:
             with contextlib.suppress(OSError):
                 self.process.stdin.close()
+        if self._ready >= 0:
+            os.close(self._ready)
+            self._ready = -1
         try:
             self.process.wait(STOP_S)
         except subprocess.TimeoutExpired:

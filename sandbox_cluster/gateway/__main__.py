@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
+import socket
 import sys
 from pathlib import Path
 
@@ -16,6 +17,9 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m sandbox_cluster.gateway", description=__doc__)
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on")
     parser.add_argument("--port", type=int, default=8700, help="0: any free port")
+    parser.add_argument(
+        "--listen-fd", type=int, help="a listening socket to use instead of --host and --port"
+    )
     parser.add_argument("--state", type=Path, required=True, help="folder of the SQLite state, mode 0700")
     parser.add_argument(
         "--tokens",
@@ -58,12 +62,15 @@ async def _run(options: argparse.Namespace) -> None:
     else:
         clients = parse_tokens(os.environ.get(CLIENT_TOKENS, ""), CLIENT_TOKENS)
         hosts = parse_tokens(os.environ.get(HOST_TOKENS, ""), HOST_TOKENS)
-    sock = bind(options.host, options.port)
+    if options.listen_fd is not None:
+        sock = socket.socket(fileno=options.listen_fd)
+    else:
+        sock = bind(options.host, options.port)
     try:
         app = create_app(
             State(options.state), Tokens(clients), Tokens(hosts), host_timeout_s=options.host_timeout_s
         )
-        event("gateway_starts", address=f"{options.host}:{sock.getsockname()[1]}", state=str(options.state))
+        event("gateway_starts", address="{}:{}".format(*sock.getsockname()[:2]), state=str(options.state))
         await serve(app, sock, ready_fd=options.ready_fd, is_tied_to_stdin=options.tied_to_stdin)
     finally:
         sock.close()
