@@ -32,7 +32,8 @@ log = logging.getLogger("sandbox_cluster")
 
 def bind(host: str, port: int) -> socket.socket:
     """A listening TCP socket. Raises PreflightError with a sentence when the port is taken or not ours to take."""
-    sock = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    # The protocol must be named: asyncio turns Nagle's delay (40 ms a reply) off only for sockets that say they are TCP.
+    sock = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         sock.bind((host, port))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -35,6 +36,16 @@ async def test_a_leased_desktop_steps_executes_and_gives_files(up: Rig) -> None:
         assert (reply.stdout, reply.returncode) == ("hi\n", 0)
         assert b"Button" in await sandbox.read_file(EVENT_LOG)
         assert (await sandbox.screenshot()).png == shot.png
+
+
+async def test_no_reply_waits_for_nagle(up: Rig) -> None:
+    async with up.client() as client, client.lease(key="k") as sandbox:
+        spent = []
+        for _ in range(15):
+            start = time.perf_counter()
+            await sandbox.step([])
+            spent.append(time.perf_counter() - start)
+        assert min(spent) < 0.03
 
 
 async def test_file_names_come_through_whole(up: Rig) -> None:
