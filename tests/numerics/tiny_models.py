@@ -92,3 +92,48 @@ def _write(model: torch.nn.Module, folder: Path) -> None:
                 parameter.add_(noise * 0.2)
     model.save_pretrained(folder)  # type: ignore[operator]
     (folder / "preprocessor_config.json").write_text(json.dumps(PREPROCESSOR))
+
+
+def make_qwen3vl(folder: Path) -> Path:
+    """A Qwen3VLForConditionalGeneration folder with deepstack features after two vision blocks; bf16 weights, untied."""
+    from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
+
+    config = Qwen3VLConfig(
+        text_config={
+            "vocab_size": 384,
+            "hidden_size": 64,
+            "intermediate_size": 128,
+            "num_hidden_layers": 3,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 16,
+            "max_position_embeddings": 4096,
+            "tie_word_embeddings": False,
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 10000.0,
+                "mrope_section": [4, 2, 2],
+                "mrope_interleaved": True,
+            },
+        },
+        vision_config={
+            "depth": 3,
+            "hidden_size": 64,
+            "intermediate_size": 128,
+            "num_heads": 2,
+            "patch_size": 16,
+            "spatial_merge_size": 2,
+            "temporal_patch_size": 2,
+            "out_hidden_size": 64,
+            "num_position_embeddings": 64,
+            "deepstack_visual_indexes": [0, 1],
+        },
+        image_token_id=IMAGE_TOKEN,
+        video_token_id=7,
+        vision_start_token_id=VISION_START,
+        vision_end_token_id=VISION_END,
+        tie_word_embeddings=False,
+    )
+    torch.manual_seed(0)
+    _write(Qwen3VLForConditionalGeneration(config).to(torch.bfloat16), folder)
+    return folder

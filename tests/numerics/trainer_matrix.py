@@ -72,6 +72,13 @@ def gradients(trainer: TrainerRank, samples: Any, store: Any, is_completed: bool
 def symptoms(trainer: TrainerRank, samples: Any, store: Any) -> dict[str, Any]:
     """What each gradient patch mends, seen by undoing it."""
     module, found = trainer.model.module, {}
+    tower = module.visual.visual
+    if getattr(tower.config, "deepstack_visual_indexes", None):
+        hooks = dict(tower._forward_hooks)
+        tower._forward_hooks.clear()
+        found["without_deepstack_sum"] = gradients(trainer, samples, store)
+        tower._forward_hooks.update(hooks)
+        return found
     found["without_output_norm"] = gradients(trainer, samples, store, is_completed=False)
     norms = [
         p for n, p in module.named_parameters() if n.endswith("self_attention.in_proj.layer_norm_weight")
@@ -92,7 +99,8 @@ def run_layout(trainer: TrainerRank, folder: Path, layout: str, scratch: Path) -
     out["export"] = {name: tensor.clone() for name, tensor in trainer.named_hf_tensors("source")}
     if layout != "dp2_distopt":
         out.update(gradients(trainer, samples, store))
-    if "linear_attn" in "".join(out["export"]) and layout in ("tp2", "tp2_sp"):
+    has_symptoms = any("linear_attn" in name or "deepstack" in name for name in out["export"])
+    if has_symptoms and layout in ("tp2", "tp2_sp"):
         out.update(symptoms(trainer, samples, store))
     out["empty"] = trainer.train_step([], store, "gspo")
     out["one_sample"] = trainer.train_step(samples[:1], store, "gspo")["loss/policy"]
