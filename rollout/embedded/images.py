@@ -10,7 +10,7 @@ import binascii
 import hashlib
 import io
 import threading
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,9 @@ from torch import Tensor
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from rollout.embedded.prompt import Grid
+
+_MAX_PIXELS = 64
+"""Images whose patches wait for the vision tower; those of earlier ones are made again from the bytes when needed."""
 
 
 class PreparedImage:
@@ -46,6 +49,7 @@ class ImageStore:
         self._processor = Qwen2VLImageProcessorPil.from_pretrained(model_folder)
         self._max_images = max_images
         self._images: OrderedDict[str, PreparedImage] = OrderedDict()
+        self._with_pixels: deque[PreparedImage] = deque()
         self._lock = threading.Lock()
 
     @property
@@ -58,9 +62,8 @@ class ImageStore:
 
     def pixels(self, image: PreparedImage) -> Tensor:
         """Patches (P, C) in fp32, made again from the bytes when they were dropped."""
-        if image.pixels_PC is None:
-            image.pixels_PC = self._preprocess(image.data)[0]
-        return image.pixels_PC
+        pixels_PC = image.pixels_PC
+        return pixels_PC if pixels_PC is not None else self._preprocess(image.data)[0]
 
     def _prepare(self, index: int, text: str) -> PreparedImage:
         try:
@@ -81,6 +84,9 @@ class ImageStore:
             image = self._images.setdefault(sha256, PreparedImage(sha256, data, grid, pixels_PC))
             while len(self._images) > self._max_images:
                 self._images.popitem(last=False)
+            self._with_pixels.append(image)
+            if len(self._with_pixels) > _MAX_PIXELS:
+                self._with_pixels.popleft().pixels_PC = None
         return image
 
     def _preprocess(self, data: bytes) -> tuple[Tensor, Grid]:

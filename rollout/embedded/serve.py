@@ -17,6 +17,9 @@ from rollout.embedded.model import EngineModel
 from rollout.embedded.server import Service, make_app
 from slime_cua.core.files import write_atomic
 
+_KEEP_ALIVE_S = 75
+"""Longer than clients keep idle connections, so that none is closed under a request."""
+
 
 def serve(options: argparse.Namespace, listener: socket.socket) -> None:
     """Serve on `listener` until a signal. The ready file appears when it answers.

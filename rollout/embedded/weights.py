@@ -9,10 +9,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
+from safetensors.torch import load_file
 from torch import Tensor
 
 from rollout.embedded.engine import Engine
+from rollout.embedded.names import IGNORED_PREFIX, checkpoint_names, find_tensor
 from slime_cua.convert.weight_stream import WeightGroup, dtype_of, tensor_digest
 
 _VISION_PREFIX = "model.visual."
@@ -26,7 +28,7 @@ class WeightUpdater:
         self._timeout_s = timeout_s
         self._groups: dict[str, WeightGroup] = {}
         self._weights: dict[str, Tensor] = dict(engine.model.model.state_dict())
-        self._required = _untied_names(self._weights)
+        self._required = {name: self._tensor(name) for name in checkpoint_names(engine.model.folder)}
 
     def join_group(
         self, address: str, port: int, rank: int, world_size: int, name: str, backend: str
@@ -71,40 +73,43 @@ class WeightUpdater:
 
     def load(self, folder: Path, version: str | None) -> None:
         """Load a whole checkpoint folder. A missing tensor is an error, too."""
-        files = sorted(folder.glob("*.safetensors"))
-        if not files:
-            raise ValueError(f"{folder} holds no *.safetensors file")
         staged: dict[str, Tensor] = {}
-        for path in files:
+        for path in sorted(folder.glob("*.safetensors")):
             try:
-                with safe_open(path, framework="pt") as file:
-                    staged.update({name: file.get_tensor(name) for name in file.keys()})  # noqa: SIM118
+                staged.update(load_file(path))
             except (SafetensorError, OSError) as error:
                 raise ValueError(f"{path}: {error}") from error
-        missing = sorted(self._required - staged.keys())
+        if not staged:
+            raise ValueError(f"{folder} holds no *.safetensors file with tensors")
+        missing = sorted(self._required.keys() - staged.keys())
         if missing:
             raise ValueError(f"{folder}: missing tensor {missing[0]}{_and_more(missing)}")
         self._swap(staged, version)
 
     def digests(self) -> dict[str, str]:
         """Digest of every tensor by its Hugging Face name."""
-        return {name: tensor_digest(self._weights[name]) for name in sorted(self._required)}
+        return {name: tensor_digest(tensor) for name, tensor in self._required.items()}
 
     def values(self, name: str, count: int) -> list[object]:
         """The first `count` entries along the first axis of a tensor, as nested lists."""
-        if name not in self._weights:
-            raise ValueError(f"unknown tensor {name}")
-        values: list[object] = self._weights[name][:count].float().tolist()
+        values: list[object] = self._tensor(name)[:count].float().tolist()
         return values
+
+    def _tensor(self, name: str) -> Tensor:
+        tensor = find_tensor(name, self._weights)
+        if tensor is None:
+            raise ValueError(f"unknown tensor {name}: this model has no such name; no weight was changed")
+        return tensor
 
     def _swap(self, staged: dict[str, Tensor], version: str | None) -> None:
         engine = self._engine
         if engine.num_running:
             raise ValueError(f"{engine.num_running} requests run: pause with mode abort before an update")
+        pairs = []
         for name, tensor in staged.items():
-            known = self._weights.get(name)
-            if known is None:
-                raise ValueError(f"unknown tensor {name}: this model has no such name; no weight was changed")
+            if name.startswith(IGNORED_PREFIX):
+                continue
+            known = self._tensor(name)
             if known.shape != tensor.shape:
                 raise ValueError(
                     f"tensor {name} has shape {list(tensor.shape)}, the model's has {list(known.shape)}; "
@@ -112,12 +117,12 @@ class WeightUpdater:
                 )
             if not torch.isfinite(tensor).all():
                 raise ValueError(f"tensor {name} holds NaN or infinity; no weight was changed")
-        is_vision_changed = False
-        for name, tensor in staged.items():
-            new = tensor.to(self._weights[name])
-            if name.startswith(_VISION_PREFIX) and not torch.equal(new, self._weights[name]):
-                is_vision_changed = True
-            self._weights[name].copy_(new)
+            pairs.append((name, known, tensor.to(known)))
+        is_vision_changed = any(
+            name.startswith(_VISION_PREFIX) and not torch.equal(known, new) for name, known, new in pairs
+        )
+        for _, known, new in pairs:
+            known.copy_(new)
         engine.weights_changed(is_vision_changed)
         if version is not None:
             engine.set_version(version)
@@ -132,16 +137,6 @@ def with_abort(engine: Engine, abort_all: bool, work: Callable[[], None]) -> Cal
         work()
 
     return run
-
-
-def _untied_names(weights: dict[str, Tensor]) -> frozenset[str]:
-    seen: set[int] = set()
-    names = []
-    for name, tensor in weights.items():
-        if tensor.data_ptr() not in seen:
-            names.append(name)
-            seen.add(tensor.data_ptr())
-    return frozenset(names)
 
 
 def _and_more(names: Sequence[str]) -> str:

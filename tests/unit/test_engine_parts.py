@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rollout.embedded.names import find_tensor
 from rollout.embedded.prefix import PrefixPool, Sequence
 from rollout.embedded.prompt import build_prompt, common_prefix
 from rollout.embedded.ragged import KvBuffer, KvShape
@@ -151,6 +152,29 @@ def test_a_sequence_with_running_states_is_continued_at_its_end_only() -> None:
     assert pool.acquire(np.concatenate([np.arange(12), [99] * 20]), [])[1] == 0
     assert pool.acquire(np.arange(20), [])[1] == 0
     assert pool.acquire(np.arange(30), [Sequence(filled(25), np.arange(40))]) == (kv, 20)
+
+
+def test_experts_of_a_checkpoint_are_views_into_the_fused_tensors() -> None:
+    """Two experts, inner size 3, hidden size 2: the first three rows are the gate's."""
+    up, down = torch.arange(24.0).reshape(2, 6, 2), torch.arange(12.0).reshape(2, 2, 3)
+    weights = {"m.experts.gate_up_proj": up, "m.experts.down_proj": down, "m.other.weight": torch.ones(1)}
+    assert torch.equal(present(find_tensor("m.experts.1.gate_proj.weight", weights)), up[1, :3])
+    assert torch.equal(present(find_tensor("m.experts.1.up_proj.weight", weights)), up[1, 3:])
+    assert torch.equal(present(find_tensor("m.experts.0.down_proj.weight", weights)), down[0])
+    present(find_tensor("m.experts.0.up_proj.weight", weights)).fill_(-1)
+    assert (up[0, 3:] == -1).all() and (up[0, :3] >= 0).all()
+    for unknown in (
+        "m.experts.2.up_proj.weight",
+        "m.experts.0.bias",
+        "m.experts.x.up_proj.weight",
+        "n.weight",
+    ):
+        assert find_tensor(unknown, weights) is None
+
+
+def present(tensor: torch.Tensor | None) -> torch.Tensor:
+    assert tensor is not None
+    return tensor
 
 
 def test_losing_an_engine_moves_only_its_own_sessions() -> None:
