@@ -78,6 +78,7 @@ class Loop:
             loss=self._config.loss.name,
             section=self._config.loss,
             policy_version=self.version,
+            max_policy_lag=rollout.max_policy_lag,
             temperature=self._config.rollout.sampling.temperature,
         )
         self._values |= metrics

@@ -60,6 +60,11 @@ METRICS: tuple[Metric, ...] = (
     Metric("loss/lr", "-", "learning rate of the step"),
     Metric("loss/policy_version", "versions", "version of the weights that the step started from"),
     Metric("loss/is_skipped", "0/1", "1 when the step had nothing to train and moved no weight"),
+    Metric(
+        "loss/old_from_engine_share",
+        "share",
+        "trained tokens whose sampling weights were lost in a restart, with pi_old = behaviour",
+    ),
     Metric("gap/logp_abs_mean", "nats", "mean |log-prob engine - trainer| on tokens of the current version"),
     Metric("gap/logp_abs_p99", "nats", "99th percentile of the same"),
     Metric("sampler/ema_mean", "score", "mean success estimate over the training tasks"),

@@ -9,6 +9,7 @@ import torch
 
 from slime_cua.algo.losses import LossInputs
 from slime_cua.data.batch import STEP_TYPES, PackedBatch, PackedStep
+from slime_cua.trainer.gap import NUM_EDGES, gap_metrics, gap_sums
 from slime_cua.trainer.runtime import Layout, add_dicts
 
 
@@ -22,19 +23,29 @@ class Totals:
         """Sums over the whole batch, after reduce."""
 
     def add(
-        self, loss: torch.Tensor, stats: dict[str, torch.Tensor], inputs: LossInputs, packed: PackedBatch
+        self,
+        loss: torch.Tensor,
+        stats: dict[str, torch.Tensor],
+        inputs: LossInputs,
+        packed: PackedBatch,
+        version: int | None = None,
+        num_lost: int = 0,
     ) -> None:
-        """One micro-batch."""
+        """One micro-batch. version: of the current weights; the gap to the engine is measured on its tokens.
+        num_lost: tokens whose behaviour weights are gone."""
         ratio = (inputs.old_logp_T - inputs.logp_T.detach()).sum()
         sums = {"loss": loss, "log_ratio_old_new": ratio, **stats}
         if inputs.entropy_T is not None:
             sums["entropy_sum"] = inputs.entropy_T.sum()
+        if version is not None:
+            sums |= _gap(inputs, packed, version)
         for name, value in sums.items():
             self._tensors[name] = self._tensors.get(name, 0.0) + value.detach()
         for name, number in {
             "microbatches": 1,
             "rows": packed.num_trained,
             "packed": packed.num_tokens,
+            "lost": num_lost,
         }.items():
             self._counts[name] = self._counts.get(name, 0.0) + number
 
@@ -45,7 +56,8 @@ class Totals:
             if tensor.dim() == 0:
                 mine[name] = float(tensor)
             else:
-                mine.update({f"{name}/{k}": v for k, v in zip(STEP_TYPES, tensor.tolist(), strict=False)})
+                keys = STEP_TYPES if len(tensor) == len(STEP_TYPES) else range(len(tensor))
+                mine.update({f"{name}/{k}": v for k, v in zip(keys, tensor.tolist(), strict=True) if v})
         self.values = add_dicts(mine, layout)
 
 
@@ -70,7 +82,18 @@ def named_metrics(
         metrics["loss/kl"] = values.get("log_ratio_old_new", 0.0) / rows
         metrics["loss/entropy"] = values.get("entropy_sum", 0.0) / rows
         metrics.update(_ratio_means(values))
+        bins = [values.get(f"gap_bins/{place}", 0.0) for place in range(NUM_EDGES + 1)]
+        metrics.update(gap_metrics(values.get("gap_count", 0.0), values.get("gap_sum", 0.0), bins))
+        if values.get("lost"):
+            metrics["loss/old_from_engine_share"] = values["lost"] / rows
     return metrics
+
+
+def _gap(inputs: LossInputs, packed: PackedBatch, version: int) -> dict[str, torch.Tensor]:
+    rows = packed.is_trained_T
+    device = inputs.logp_T.device
+    engine_R = torch.from_numpy(packed.old_logp_T[rows]).to(device)
+    return gap_sums(engine_R, inputs.logp_T, torch.from_numpy(packed.version_T[rows] == version).to(device))
 
 
 def _ratio_means(values: dict[str, float]) -> dict[str, float]:

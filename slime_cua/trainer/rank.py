@@ -6,9 +6,11 @@ Every method is a collective: all ranks call it with the same arguments, and all
 from __future__ import annotations
 
 import contextlib
+import itertools
 import pickle
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -24,9 +26,10 @@ from slime_cua.data.batch import PackedBatch, PackedStep
 from slime_cua.data.packing import pack
 from slime_cua.trainer import checkpoint, runtime
 from slime_cua.trainer.batch import Microbatch, build_microbatch
+from slime_cua.trainer.extra_forwards import ExtraForwards, ExtraLogprobs, start_logprobs
 from slime_cua.trainer.images import ImageLoader, ImageSource, PatchConfig
 from slime_cua.trainer.layouts import check_divisibility
-from slime_cua.trainer.losses import default_section, find_loss, loss_inputs
+from slime_cua.trainer.losses import chosen_old_policy, default_section, find_loss, loss_inputs
 from slime_cua.trainer.metrics import Totals, named_metrics
 from slime_cua.trainer.model import PolicyModel
 from slime_cua.trainer.optimizer import Optimizer
@@ -71,8 +74,9 @@ class TrainerRank:
             self._hf_dir = Path(hf_dir)
             self._patches = PatchConfig.from_hf(hf_dir)
             self._loader = ImageLoader(self._patches)
-            self.model = PolicyModel(hf_dir, self.config)
+            self.model = PolicyModel(hf_dir, self.config, self._tensors)
             self.optimizer = Optimizer(self.model, self.config)
+            self.extra = ExtraForwards(self.model, self._hf_dir)
 
     def train_step(
         self,
@@ -83,34 +87,55 @@ class TrainerRank:
         num_samples: float | None = None,
         policy_version: int | None = None,
         temperature: float = 1.0,
+        max_policy_lag: int = 1,
+        start_logp: Sequence[Sequence[float]] | None = None,
     ) -> dict[str, float]:
         """One optimiser step over the whole batch; every rank is given the whole batch and takes its share.
 
         samples: or a pickle file of them. num_samples: the global count the loss divides by; None: the number of samples.
         temperature: the sampling temperature; logits are divided by it. An empty batch is legal: no step is taken.
+        policy_version: of the weights before this step. max_policy_lag: how many older versions pi_old = behaviour keeps.
+        start_logp: for pi_old = proximal at a later step of a collection, what `logprobs(samples)` gave before its first
+        step; at the first step the forward's own are the same, and None saves the extra forward.
+        With a KL term the reference is the folder that `load` read, also after `restore`.
         Gives means and counts over the batch, the same on every rank. Raises DataError naming an impossible sample.
         """
         with self._scope():
             started = time.monotonic()
             compute, settings = find_loss(loss), default_section(loss, section)
             is_plain = loss != "sft" and settings.kl is None and settings.entropy_coef == 0
-            batch = self._pack(read_samples(samples), is_zero_skipped=is_plain)
+            items = read_samples(samples)
+            batch = self._pack(items, is_zero_skipped=is_plain)
             count = batch.num_samples if num_samples is None else num_samples
             totals, step = Totals(), {}
             if any(packed.num_segments for share in batch.micro_batches for packed in share):
                 self.model.module.train()
                 self.optimizer.zero_grad()
-                for packed, on_device in self._microbatches(batch, image_store):
+                extras = self._extras(batch, image_store, settings, temperature, policy_version)
+                starts = _by_segment(items, start_logp)
+                for (packed, on_device), extra in zip(
+                    self._microbatches(batch, image_store), extras, strict=False
+                ):
                     logp_R, entropy_R = self.model.logprobs(
                         on_device,
                         temperature,
                         with_entropy=loss != "sft",
                         entropy_grad=settings.entropy_coef != 0,
                     )
-                    inputs = loss_inputs(packed, logp_R, entropy_R, settings, count, float(batch.num_tokens))
+                    inputs = loss_inputs(
+                        packed, logp_R, entropy_R, settings, count, float(batch.num_tokens), extra
+                    )
+                    lost_R = self.extra.is_lost(packed, policy_version)
+                    if starts is not None:
+                        extra = replace(extra, start_R=start_logprobs(packed, starts))
+                    if loss != "sft":
+                        inputs = chosen_old_policy(inputs, settings, extra, lost_R)
                     value, stats = compute(inputs, settings)
                     value.backward()
-                    totals.add(value, stats, inputs, packed)
+                    num_lost = int(lost_R.sum()) if settings.pi_old == "behaviour" else 0
+                    version = None if loss == "sft" else policy_version
+                    totals.add(value, stats, inputs, packed, version, num_lost)
+                self.extra.keep_version(settings, policy_version, max_policy_lag)
                 self.optimizer.reduce_gradients()
                 step = self.optimizer.step()
             totals.reduce(self.layout)
@@ -192,6 +217,20 @@ class TrainerRank:
             is_zero_skipped=is_zero_skipped,
         )
 
+    def _extras(
+        self,
+        batch: PackedStep,
+        source: ImageSource | None,
+        section: LossConfig,
+        temperature: float,
+        version: int | None,
+    ) -> Iterable[ExtraLogprobs]:
+        """For each of this rank's micro-batches; without forwards where the section needs none."""
+        names = self.extra.needed(batch, section, version)
+        if not names:
+            return itertools.repeat(ExtraLogprobs())
+        return self.extra.run(names, lambda: self._microbatches(batch, source), temperature)
+
     def _microbatches(
         self, batch: PackedStep, source: ImageSource | None
     ) -> Iterator[tuple[PackedBatch, Microbatch]]:
@@ -213,6 +252,14 @@ class TrainerRank:
     def _scope(self) -> Iterator[None]:
         with megatron_patches.cpu_scope():
             yield
+
+
+def _by_segment(
+    items: Sequence[TrainSample], values: Sequence[Sequence[float]] | None
+) -> dict[str, Sequence[float]] | None:
+    if values is None:
+        return None
+    return {item.segment.segment_id: logp for item, logp in zip(items, values, strict=True)}
 
 
 def read_samples(samples: Samples) -> Sequence[TrainSample]:
