@@ -13,6 +13,7 @@ import torch
 
 import megatron_patches
 from slime_cua.config.trainer import TrainerConfig
+from slime_cua.convert import TensorInfo
 from slime_cua.kernels.linear_logprob import linear_logprob
 from slime_cua.trainer.batch import Microbatch
 from slime_cua.trainer.vision import VisionTower
@@ -24,8 +25,8 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 class PolicyModel:
     """A Megatron model of a Hugging Face folder. Call inside megatron_patches.cpu_scope()."""
 
-    def __init__(self, hf_dir: Path | str, config: TrainerConfig) -> None:
-        """Build and load. Check the folder first (slime_cua.convert.check_hf_folder): nothing here is strict."""
+    def __init__(self, hf_dir: Path | str, config: TrainerConfig, tensors: dict[str, TensorInfo]) -> None:
+        """Build and load. tensors: what slime_cua.convert.check_hf_folder gave; nothing here is strict."""
         from mcore_bridge import ModelConfig, hf_to_mcore_config
         from mcore_bridge.model import get_mcore_model
         from transformers import AutoConfig
@@ -38,6 +39,7 @@ class PolicyModel:
         )
         self.module = get_mcore_model(self.config)[0]
         megatron_patches.apply_to_model(self.module, self.config)
+        _keep_float32(self.module, tensors)
         self.config.bridge.load_weights([self.module], str(hf_dir))
         self._text = getattr(self.module, "language_model", self.module)
         self._text._forward_output_layer = self._select_rows
@@ -135,6 +137,15 @@ class PolicyModel:
         from megatron.core import mpu
 
         return mpu.get_tensor_model_parallel_group() if self.config.tensor_model_parallel_size > 1 else None
+
+
+def _keep_float32(module: torch.nn.Module, tensors: dict[str, TensorInfo]) -> None:
+    """Decay parameters of gated delta net stay float32 where the checkpoint has them so; bfloat16 would round them."""
+    for leaf in ("A_log", "dt_bias"):
+        if any(info.dtype == "F32" for name, info in tensors.items() if name.endswith(f".{leaf}")):
+            for name, parameter in module.named_parameters():
+                if name.endswith(f".{leaf}"):
+                    parameter.data = parameter.data.float()
 
 
 def _megatron_options(config: TrainerConfig, text_config: Any) -> dict[str, Any]:

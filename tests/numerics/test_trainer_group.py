@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from slime_cua.config.trainer import OptimizerConfig, ParallelConfig, TrainerConfig
 from slime_cua.core.errors import CheckpointError, ConfigError, DataError, InfrastructureError
 from slime_cua.trainer import checkpoint
 from slime_cua.trainer.group import LocalTrainerGroup
 from slime_cua.trainer.runtime import check_layout
-from tests.numerics.tiny_models import make_qwen35
+from tests.numerics.tiny_models import HYBRID, make_qwen35
 from tests.numerics.trainer_cases import MemoryStore, make_samples
 
 pytestmark = pytest.mark.slow
@@ -73,6 +73,24 @@ def test_a_frozen_tower_remembers_images_and_restoring_weights_forgets_them(
     group.call("restore", tmp_path)
     store_again = group.call("logprobs", samples, store)
     assert store_again == first
+
+
+def test_float32_decay_parameters_stay_so_in_a_bf16_run(group: LocalTrainerGroup, tmp_path: Path) -> None:
+    mixed = make_qwen35(tmp_path / "mixed", HYBRID)
+    stored = load_file(mixed / "model.safetensors")
+    decay = {name: tensor.float() + 1e-4 for name, tensor in stored.items() if name.endswith("A_log")}
+    save_file({**stored, **decay}, mixed / "model.safetensors", metadata={"format": "pt"})
+    samples, store = make_samples()
+    group.call("load", mixed)
+    group.call("export_hf", tmp_path / "out")
+    assert (tmp_path / "out/model.safetensors").read_bytes() == (mixed / "model.safetensors").read_bytes()
+    losses = [group.call("train_step", samples, store, "sft")["sft/loss"] for _ in range(2)]
+    group.call("save", tmp_path / "saved", 1)
+    before = group.call("logprobs", samples, store)
+    group.call("load", mixed)
+    group.call("restore", tmp_path / "saved")
+    assert group.call("logprobs", samples, store) == before
+    assert losses[1] < losses[0]
 
 
 def test_errors_of_ours_come_back_as_themselves(
