@@ -141,7 +141,15 @@ def make_sampler(
     seed: int,
     class_of: Mapping[str, str] | None = None,
 ) -> TaskSampler:
-    """The sampler that config.name says. class_of: {task: class}, needed by weighted_classes."""
+    """The sampler that config.name says, with its success_threshold. class_of: {task: class}, needed by weighted_classes."""
+    sampler = _by_name(task_ids, config, seed, class_of)
+    sampler.success_threshold = config.success_threshold
+    return sampler
+
+
+def _by_name(
+    task_ids: Iterable[str], config: FrontierConfig, seed: int, class_of: Mapping[str, str] | None
+) -> TaskSampler:
     if config.name == "uniform":
         return UniformSampler(task_ids, seed=seed)
     if config.name == "difficulty_bands":
@@ -163,10 +171,3 @@ def make_sampler(
         uniform_mix=config.uniform_mix,
         seed=seed,
     )
-
-
-def successes(rewards: Iterable[float | None], threshold: float | None) -> list[float | None]:
-    """What update() takes: the score itself, or 1.0 / 0.0 by score > threshold; None stays None."""
-    if threshold is None:
-        return list(rewards)
-    return [None if reward is None else float(reward > threshold) for reward in rewards]

@@ -27,6 +27,9 @@ class TaskSampler(ABC):
     same tasks.
     """
 
+    success_threshold: float | None = None
+    """update() takes the score itself; with a threshold, 1 for a score above it and 0 otherwise."""
+
     def __init__(self, task_ids: Iterable[str], *, seed: int) -> None:
         self._tasks: dict[str, None] = dict.fromkeys(task_ids)
         self._random = random.Random(seed)
@@ -77,7 +80,7 @@ class TaskSampler(ABC):
         return drawn
 
     def update(self, outcomes: Outcomes) -> None:
-        """Groups that ended: {task: [success of each episode]}. Success is a bool or a score in [0, 1].
+        """Groups that ended: {task: [score of each episode]}, a bool or a number in [0, 1]; see success_threshold.
 
         None and NaN are episodes without a valid outcome: they count for nothing. A list without any valid outcome only
         ends the draw. A task that was removed meanwhile is passed over. Raises ValueError for a score outside [0, 1].
@@ -91,7 +94,7 @@ class TaskSampler(ABC):
                 )
             self.release(task)
             if task in self._tasks and valid:
-                self._learn(task, valid)
+                self._learn(task, successes(valid, self.success_threshold))
 
     def release(self, task_id: str) -> None:
         """A draw of `task_id` ended without an outcome (cancelled, or given up)."""
@@ -154,6 +157,11 @@ class TaskSampler(ABC):
         self._in_flight = Counter(state["in_flight"])
         self._num_draws = Counter(state["num_draws"])
         self._num_collections = state["num_collections"]
+
+
+def successes(scores: Iterable[float], threshold: float | None) -> list[float]:
+    """The scores themselves, or 1.0 / 0.0 by score > threshold."""
+    return list(scores) if threshold is None else [float(score > threshold) for score in scores]
 
 
 def normalised(weights: Mapping[str, float]) -> dict[str, float]:

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from slime_cua.algo.frontier import DifficultyBandSampler, FrontierSampler, make_sampler, successes
+from slime_cua.algo.frontier import DifficultyBandSampler, FrontierSampler, make_sampler
 from slime_cua.algo.samplers import UniformSampler, WeightedClassSampler
 from slime_cua.config.algo import FrontierConfig
 from slime_cua.core.errors import ConfigError
@@ -218,6 +218,9 @@ def test_options_out_of_range_are_refused(options):
         FrontierSampler(TASKS, seed=0, **options)
 
 
-def test_a_success_is_the_score_or_a_score_above_the_threshold():
-    assert successes([0.4, None, 0.6], None) == [0.4, None, 0.6]
-    assert successes([0.4, None, 0.6], 0.5) == [0.0, None, 1.0]
+def test_a_success_is_the_score_or_a_score_above_the_configured_threshold():
+    scores = {"a": [0.4, None, 0.6, 0.5, math.nan]}
+    for threshold, mean in ((None, 0.5), (0.5, 1 / 3), (0.55, 1 / 3), (0.3, 1.0)):
+        sampler = make_sampler(["a"], FrontierConfig(retention=0.0, success_threshold=threshold), seed=0)
+        sampler.update(scores)
+        assert sampler.estimates()["a"] == pytest.approx(mean)
