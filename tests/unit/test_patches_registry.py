@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import ast
+import sys
+import types
 from pathlib import Path
 
 import pytest
 
 import megatron_patches
-from megatron_patches import registry
+from megatron_patches import fla_standin, registry, te_standin
 from megatron_patches.triton_names import is_missing, triton_names
 
 FOLDER = Path(megatron_patches.__file__).parent
@@ -66,3 +68,12 @@ def test_triton_names_exist_inside_the_scope_only() -> None:
         assert kernel(0) == 1
     with pytest.raises(ModuleNotFoundError):
         __import__("triton")
+
+
+@pytest.mark.parametrize("standin, package", [(te_standin, "transformer_engine"), (fla_standin, "fla")])
+def test_a_stand_in_steps_aside_where_the_real_package_is(
+    standin: types.ModuleType, package: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, package, types.ModuleType(package))
+    assert not standin.is_missing()
+    assert registry.run((standin.PATCH,), "before_import") == []
