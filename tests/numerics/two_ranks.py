@@ -1,4 +1,4 @@
-"""Run a function on two gloo processes and collect what each returns."""
+"""Run a function on two or more gloo processes and collect what each returns."""
 
 from __future__ import annotations
 
@@ -14,11 +14,21 @@ ROOT = Path(__file__).parents[2]
 
 
 def run_two_ranks(module: str, function: str, folder: Path, timeout_s: float = 120.0) -> list[Any]:
-    """[result of rank 0, result of rank 1] of `function(group)` in `module`; AssertionError with stderr if one fails."""
+    """run_ranks with two."""
+    return run_ranks(module, function, folder, 2, timeout_s)
+
+
+def run_ranks(module: str, function: str, folder: Path, world: int, timeout_s: float = 240.0) -> list[Any]:
+    """Each rank's result of `function(group)` in `module`, in order; AssertionError with stderr if one fails."""
     code = f"from tests.numerics.two_ranks import main; main({module!r}, {function!r}, {str(folder)!r})"
     processes = []
-    for rank in range(2):
-        env = os.environ | {"RANK": str(rank), "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    for rank in range(world):
+        env = os.environ | {
+            "RANK": str(rank),
+            "WORLD_SIZE": str(world),
+            "PYTHONPATH": str(ROOT),
+            "OMP_NUM_THREADS": "1",
+        }
         processes.append(
             subprocess.Popen(
                 [sys.executable, "-W", "ignore", "-c", code], cwd=ROOT, env=env, stderr=subprocess.PIPE
@@ -31,7 +41,7 @@ def run_two_ranks(module: str, function: str, folder: Path, timeout_s: float = 1
             process.kill()
     for process, error in zip(processes, errors, strict=True):
         assert process.returncode == 0, error
-    return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(2)]
+    return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(world)]
 
 
 def main(module: str, function: str, folder: str) -> None:
@@ -42,7 +52,9 @@ def main(module: str, function: str, folder: str) -> None:
 
     torch.set_num_threads(1)
     rank = int(os.environ["RANK"])
-    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=int(os.environ["WORLD_SIZE"])
+    )
     result = getattr(importlib.import_module(module), function)(dist.group.WORLD)
     torch.save(result, Path(folder) / f"{rank}.pt")
     dist.barrier()
