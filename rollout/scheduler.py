@@ -22,6 +22,7 @@ one, and at most (L + 1) * B groups are protected at once, so `drop` starves no 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -71,6 +72,10 @@ class Scheduler:
     filtered_this_step: int = 0
     durations_s: dict[str, float] = field(default_factory=dict)
     """Measured duration of each task's groups."""
+    waiting: list[str] = field(default_factory=list)
+    """Tasks drawn and not admitted yet, in draw order."""
+    round_at_s: float = math.inf
+    """The round of `dequeue` has come to tasks of this duration."""
     stale_in_a_row: dict[str, int] = field(default_factory=dict)
     """Tasks whose last groups were dropped for their age."""
 
@@ -100,13 +105,24 @@ class Scheduler:
         self.num_admitted += 1
         return state
 
-    def long_first(self, task_ids: Iterable[str]) -> list[str]:
-        """Tasks in the order in which to start them: longest measured duration first, unknown ones as the mean."""
-        tasks = list(task_ids)
-        if not self.options.is_long_first or not self.durations_s:
-            return tasks
-        mean = sum(self.durations_s.values()) / len(self.durations_s)
-        return sorted(tasks, key=lambda task: -self.durations_s.get(task, mean))
+    def num_to_draw(self) -> int:
+        """How many tasks the sampler should draw now, so that all places are taken and num_ahead_groups are held."""
+        return max(0, self.capacity() + self.options.num_ahead_groups - len(self.waiting))
+
+    def enqueue(self, task_ids: Iterable[str]) -> None:
+        """Tasks that were drawn; `dequeue` says when they start."""
+        self.waiting.extend(task_ids)
+
+    def dequeue(self) -> list[str]:
+        """Waiting tasks that may be admitted now, in the order in which to start them.
+
+        Longest measured duration first, unknown ones as the mean; a round goes on to shorter ones and new tasks that are
+        longer wait for the next round, so each task starts after at most two rounds. Without is_long_first: as drawn.
+        """
+        taken = []
+        for _ in range(min(self.capacity(), len(self.waiting))):
+            taken.append(self.waiting.pop(self._next_waiting() if self.options.is_long_first else 0))
+        return taken
 
     def record_version(self, group_id: str, version: int) -> None:
         """A token of the group was, or is about to be, sampled under `version`."""
@@ -172,6 +188,14 @@ class Scheduler:
         self.filtered_this_step = 0
         return self._drop_stale() if self.options.stale == "drop" else []
 
+    def _next_waiting(self) -> int:
+        """Index of the waiting task that starts next; moves the round."""
+        mean = sum(self.durations_s.values()) / max(1, len(self.durations_s))
+        durations = [self.durations_s.get(task, mean) for task in self.waiting]
+        ahead = [duration for duration in durations if duration <= self.round_at_s]
+        self.round_at_s = max(ahead or durations)
+        return durations.index(self.round_at_s)
+
     def _protects(self, task_id: str) -> bool:
         if self.options.stale != "drop":
             return True
@@ -217,10 +241,13 @@ class Scheduler:
         state = asdict(self)
         state["groups"] = [vars(group).copy() for group in self.groups.values()]
         del state["options"]
+        state["round_at_s"] = None if math.isinf(self.round_at_s) else self.round_at_s
         return state
 
     @classmethod
     def from_state_dict(cls, state: dict[str, Any], options: SchedulerConfig | None = None) -> Scheduler:
         """The scheduler that `state` was taken from; options are the config's, not the state's."""
         groups = {group["group_id"]: GroupState(**group) for group in state["groups"]}
-        return cls(**{**state, "groups": groups}, options=options or SchedulerConfig())
+        round_at_s = state.get("round_at_s")
+        own = {"groups": groups, "round_at_s": math.inf if round_at_s is None else round_at_s}
+        return cls(**{**state, **own}, options=options or SchedulerConfig())

@@ -51,7 +51,7 @@ class RolloutWorker:
             if not group.is_finished and group.group_id not in self._running:
                 group.oldest_version = None
                 self._launch(group.group_id, group.task_id)
-        self._admit()
+        self.admit()
 
     def restore_finished(self, groups: Iterable[EpisodeGroup]) -> None:
         """Take back groups that were finished and not trained (from the store, after a resume), before `start`."""
@@ -85,7 +85,7 @@ class RolloutWorker:
             del self._finished[group_id]
         for group in stale:
             self._abandon(group.group_id, group.task_id)
-        self._admit()
+        self.admit()
 
     async def stop(self) -> None:
         """Cancel what runs; desktops go back by their context managers."""
@@ -104,10 +104,12 @@ class RolloutWorker:
             self._running[group_id].cancel()
             self.sampler.release(task_id)
 
-    def _admit(self) -> None:
-        room = self.scheduler.capacity()
-        drawn = self.sampler.sample(min(room, len(self.tasks))) if room else []
-        for task_id in self.scheduler.long_first(drawn):
+    def admit(self) -> None:
+        """Draw and start groups up to the scheduler's capacity. Safe at any time."""
+        wanted = min(self.scheduler.num_to_draw(), len(self.tasks))
+        if wanted:
+            self.scheduler.enqueue(self.sampler.sample(wanted))
+        for task_id in self.scheduler.dequeue():
             group_id = f"g{self.scheduler.num_admitted:06d}"
             self.scheduler.admit(group_id, task_id)
             self._launch(group_id, task_id)
@@ -154,14 +156,14 @@ class RolloutWorker:
                     f"{self._drops_in_a_row} groups in a row had no two valid episodes; the last failures were: "
                     + "; ".join(reasons)
                 )
-            self._admit()
+            self.admit()
             return
         self._drops_in_a_row = 0
         self.scheduler.record_duration(group.task_id, _duration_s(group))
         if self.scheduler.finish(group.group_id, is_flat=len(set(valid)) < 2):
             self._finished[group.group_id] = group
         else:
-            self._admit()
+            self.admit()
 
 
 def _duration_s(group: EpisodeGroup) -> float:

@@ -66,6 +66,10 @@ class SchedulerConfig(ConfigModel):
     """Groups admitted beyond the lag bound; needs `mask` or `drop`, which take what then comes too late."""
     is_long_first: bool = True
     """Of tasks drawn together those start first whose groups took longest so far."""
+    num_ahead_groups: int = Field(0, ge=0)
+    """Tasks drawn ahead and held back, so that tasks of like duration run together and fewer steps wait for a long one.
+    They start longest to shortest, then from the longest again: each after two such rounds at the latest. The sampler
+    chooses them so much earlier, and a step's groups resemble each other in duration."""
     filters_flat_groups: bool = False
     """Groups whose valid episodes all scored the same are not trained; others are admitted in their place."""
     max_filtered_per_step: int = Field(16, ge=0)

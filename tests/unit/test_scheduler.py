@@ -130,16 +130,37 @@ def test_dropped_groups_free_their_place():
 
 
 def test_long_tasks_come_first_and_unknown_ones_stand_at_the_mean():
-    s = Scheduler(1)
-    assert s.long_first(["a", "b"]) == ["a", "b"], "nothing measured: the order of the draw"
+    def order(s: Scheduler, *tasks: str) -> list[str]:
+        s.enqueue(tasks)
+        return s.dequeue()
+
+    s = Scheduler(10)
+    assert order(s, "a", "b") == ["a", "b"], "nothing measured: the order of the draw"
     s.record_duration("long", 100.0)
     s.record_duration("short", 10.0)
-    assert s.long_first(["short", "new", "long"]) == ["long", "new", "short"]
+    assert order(s, "short", "new", "long") == ["long", "new", "short"]
     for _ in range(8):
         s.record_duration("long", 1.0)
-    assert s.long_first(["long", "short"]) == ["short", "long"], "estimates follow what is measured"
+    assert order(s, "long", "short") == ["short", "long"], "estimates follow what is measured"
     s.options = SchedulerConfig(is_long_first=False)
-    assert s.long_first(["long", "short"]) == ["long", "short"]
+    assert order(s, "long", "short") == ["long", "short"]
+
+
+def test_tasks_drawn_ahead_start_in_rounds_from_long_to_short_and_none_waits_longer_than_two():
+    s = Scheduler(1, 0, options=SchedulerConfig(num_ahead_groups=3))
+    for number in range(20):
+        s.record_duration(f"t{number}", float(number))
+    started = []
+    for draw in ([3, 9, 5, 1], [8], [10], [7], [2], [6], [4]):
+        assert s.num_to_draw() == len(draw)
+        s.enqueue(f"t{number}" for number in draw)
+        (task,) = s.dequeue()
+        started.append(int(task[1:]))
+        s.admit(task, task)
+        s.finish(task)
+        s.trained([task])
+    assert started == [9, 8, 5, 3, 2, 1, 10], "10 and 7 came too late for the first round"
+    assert [s.dequeue()[0] for _ in range(1)] == ["t7"]
 
 
 def test_flat_groups_are_filtered_up_to_a_bound_a_step():

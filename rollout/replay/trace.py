@@ -1,0 +1,162 @@
+"""Traces: which task is drawn when, and what each of its episodes does. Recorded from a run, or generated."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+from slime_cua.core.errors import DataError
+from slime_cua.core.types import Episode, EpisodeGroup, Turn
+from slime_cua.data.episodes import EpisodeStore
+
+
+@dataclass(frozen=True, slots=True)
+class TurnTrace:
+    """One request and what the desktop did then."""
+
+    new_tokens: int
+    """Tokens that the engine has to read when it knows the earlier ones."""
+    prompt_tokens: int
+    """Tokens to read when it knows none, as after new weights."""
+    response_tokens: int
+    act_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class EpisodeTrace:
+    """One attempt. `reward` None: it ends by an infrastructure failure after its turns."""
+
+    boot_s: float
+    setup_s: float
+    turns: tuple[TurnTrace, ...]
+    judge_s: float
+    reward: float | None
+    train_tokens: int
+    """Tokens of its segments, re-rendered history included."""
+
+    @property
+    def response_tokens(self) -> int:
+        return sum(turn.response_tokens for turn in self.turns)
+
+    def span_s(self, token_s: float, read_s: float = 0.0) -> float:
+        """Least time from its first sampled token to its end: `token_s` a sampled token, `read_s` a prompt token."""
+        read = sum(turn.new_tokens for turn in self.turns[1:])
+        acted_s = sum(turn.act_s for turn in self.turns)
+        return self.response_tokens * token_s + read * read_s + acted_s + self.judge_s
+
+
+@dataclass(frozen=True)
+class GroupTrace:
+    """All attempts of a group: the first episodes_per_group, then spares for retries and over-sampling."""
+
+    task_id: str
+    episodes: tuple[EpisodeTrace, ...]
+
+    def attempt(self, number: int) -> EpisodeTrace:
+        return self.episodes[number % len(self.episodes)]
+
+
+class Trace(Protocol):
+    """Same draws and same episodes for every policy: a group is what its task does the k-th time it is drawn."""
+
+    name: str
+
+    @property
+    def task_ids(self) -> Sequence[str]: ...
+    def draw(self, index: int) -> str: ...
+    def group(self, task_id: str, occurrence: int) -> GroupTrace: ...
+
+
+def drawn_groups(trace: Trace, count: int) -> list[GroupTrace]:
+    """The first `count` groups in the order of their draw."""
+    seen: Counter[str] = Counter()
+    groups = []
+    for index in range(count):
+        task_id = trace.draw(index)
+        groups.append(trace.group(task_id, seen[task_id]))
+        seen[task_id] += 1
+    return groups
+
+
+@dataclass
+class RecordedTrace:
+    """Groups of a run, drawn again in the order in which they ended; after the last one the first comes again."""
+
+    groups: list[GroupTrace]
+    name: str = "recorded"
+    _of_task: dict[str, list[GroupTrace]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for group in self.groups:
+            self._of_task.setdefault(group.task_id, []).append(group)
+
+    @property
+    def task_ids(self) -> Sequence[str]:
+        return tuple(self._of_task)
+
+    def draw(self, index: int) -> str:
+        return self.groups[index % len(self.groups)].task_id
+
+    def group(self, task_id: str, occurrence: int) -> GroupTrace:
+        groups = self._of_task[task_id]
+        return groups[occurrence % len(groups)]
+
+
+def read_trace(path: Path) -> RecordedTrace:
+    """The trace of a run directory (its episodes/rl.jsonl) or of one episodes file.
+
+    Raises DataError when there is no group with an episode that has turns.
+    """
+    file = path / "episodes" / "rl.jsonl" if path.is_dir() else path
+    groups = [trace for trace in map(recorded_group, EpisodeStore(file)) if trace is not None]
+    if not groups:
+        raise DataError(f"{file}: no episode with turns is recorded there")
+    return RecordedTrace(groups, name=str(path))
+
+
+def recorded_group(group: EpisodeGroup) -> GroupTrace | None:
+    """None for a group without turns. Attempts that were cut off are left out: what they would have done is unknown."""
+    episodes = [_recorded(e) for e in group.episodes if e.turns and e.stop_reason != "cancelled"]
+    return GroupTrace(group.task_id, tuple(episodes)) if episodes else None
+
+
+def _recorded(episode: Episode) -> EpisodeTrace:
+    timed = sum(sum(turn.timings_s.values()) for turn in episode.turns)
+    rest_s = max(0.0, episode.ended_s - episode.started_s - timed)
+    return EpisodeTrace(
+        boot_s=0.0,
+        setup_s=episode.turns[0].timings_s.get("setup", 0.0),
+        turns=tuple(_recorded_turns(episode.turns)),
+        judge_s=rest_s,
+        reward=episode.reward if episode.is_valid else None,
+        train_tokens=sum(len(turn.context_ids) + len(turn.response_ids) for turn in episode.turns),
+    )
+
+
+def _recorded_turns(turns: Iterable[Turn]) -> Iterable[TurnTrace]:
+    prompt = 0
+    for turn in turns:
+        prompt = len(turn.context_ids) + (0 if turn.starts_segment else prompt)
+        yield TurnTrace(
+            new_tokens=len(turn.context_ids),
+            prompt_tokens=prompt,
+            response_tokens=len(turn.response_ids),
+            act_s=turn.timings_s.get("act", 0.0),
+        )
+        prompt += len(turn.response_ids)
+
+
+def measured_token_s(groups: Iterable[EpisodeGroup]) -> float:
+    """Seconds a sampled token took in a run: all time of requests over all tokens. DataError without any."""
+    seconds, tokens = 0.0, 0
+    for group in groups:
+        for episode in group.episodes:
+            for turn in episode.turns:
+                seconds += turn.timings_s.get("generate", 0.0)
+                tokens += len(turn.response_ids)
+    if not tokens:
+        raise DataError("no sampled token is recorded")
+    return seconds / tokens
