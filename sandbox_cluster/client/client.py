@@ -27,7 +27,7 @@ from sandbox_cluster.deadlines import DEADLINE_HEADER, tighter
 from sandbox_cluster.errors import to_core
 from sandbox_cluster.wire import NotSentError, Reply, Wire
 from slime_cua.config.sandbox import SandboxConfig
-from slime_cua.core.errors import SandboxError, SlimeCuaError, UnknownOutcomeError
+from slime_cua.core.errors import ConfigError, SandboxError, SlimeCuaError, UnknownOutcomeError
 
 RETRY_S = 0.5
 R = TypeVar("R", bound=BaseModel)
@@ -130,11 +130,10 @@ class SandboxClient:
                 await self.send(
                     "POST", f"/v1/leases/{sandbox.lease.lease_id}/heartbeat", None, self._ttl_s / 4
                 )
-            except (UnknownOutcomeError, NotSentError):
-                continue
             except SlimeCuaError as error:
-                sandbox.ended = str(error)
-                return
+                if isinstance(error, ConfigError) or str(error).startswith(("gone", "not_found")):
+                    sandbox.ended = str(error)
+                    return
 
     async def call(self, kind: type[R], path: str, body: BaseModel | None, timeout_s: float) -> R:
         """POST once, the answer as `kind`. Raises core errors; UnknownOutcomeError when the reply was lost."""

@@ -126,6 +126,7 @@ class Agent:
         if reply.status_code == 409:
             raise PreflightError(reply.json()["error"]["message"])
         if reply.status_code != 200:
+            event("gateway_refuses_beat", status=reply.status_code)
             return
         for lease_id in lost:
             self._bindings.lost.pop(lease_id, None)

@@ -95,13 +95,15 @@ def _work_routes(app: FastAPI, bindings: Bindings, work: Work, tokens: Tokens) -
     async def setup(request: Request, lease_id: str, body: api.SetupRequest) -> api.SetupReply:
         tokens.principal(request)
         _, watched = bindings.get(lease_id)
-        return await work.setup(watched.desktop, body, _deadline_s(request, body.timeout_s))
+        with watched.busy():
+            return await work.setup(watched.desktop, body, _deadline_s(request, body.timeout_s))
 
     @app.post("/v1/leases/{lease_id}/evaluate", response_model=api.EvaluateReply)
     async def evaluate(request: Request, lease_id: str, body: api.EvaluateRequest) -> api.EvaluateReply:
         tokens.principal(request)
         _, watched = bindings.get(lease_id)
-        return await work.evaluate(watched.desktop, body, _deadline_s(request, body.timeout_s + 10.0))
+        with watched.busy():
+            return await work.evaluate(watched.desktop, body, _deadline_s(request, body.timeout_s + 10.0))
 
 
 class _PassThrough:

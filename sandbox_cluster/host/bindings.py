@@ -157,16 +157,20 @@ class Bindings:
             )
         binding.action_ids.add(action_id)
         try:
-            async with asyncio.timeout(timeout_s):
-                result = await act(watched.desktop)
+            with watched.busy():
+                async with asyncio.timeout(timeout_s):
+                    return await act(watched.desktop)
         except TimeoutError:
-            self.lose(lease_id, f"action {action_id} did not end within {timeout_s:.1f} s")
+            self._lose_if(binding, watched, f"action {action_id} did not end within {timeout_s:.1f} s")
             raise UnknownOutcomeError(
                 f"the desktop did not answer within {timeout_s:.1f} s: action {action_id!r} may have happened; the desktop is ended"
             ) from None
         except SandboxError as error:
             if not isinstance(error, UnknownOutcomeError):
-                self.lose(lease_id, str(error))
+                self._lose_if(binding, watched, str(error))
             raise
-        watched.note(True)
-        return result
+
+    def _lose_if(self, binding: Binding, watched: Watched, reason: str) -> None:
+        """Lose the lease, unless a reset has already given it another desktop."""
+        if binding.has_desktop and binding.ready.result() is watched:
+            self.lose(binding.lease_id, reason)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,8 @@ from slime_cua.core.errors import SandboxError
 HEALTH_WINDOW = 5
 HEALTH_FAILURES = 3
 """So many failed looks of the last HEALTH_WINDOW make a desktop unhealthy: one missed answer does not."""
+LOOK_AGAIN_S = 1.0
+"""After a bad look the next one comes so soon."""
 QUARANTINE_AFTER = 3
 """Failed boots of a slot in a row."""
 QUARANTINE_S = 30.0
@@ -48,6 +51,18 @@ class Watched:
     desktop: Desktop
     looks: deque[bool] = field(default_factory=lambda: deque(maxlen=HEALTH_WINDOW))
     last_good_mono: float = field(default_factory=time.monotonic)
+    num_busy: int = 0
+    """Calls that run: their own deadlines watch over the desktop meanwhile, and a look would wait behind them."""
+
+    @contextlib.contextmanager
+    def busy(self) -> Iterator[None]:
+        """No looks inside the block; its end without an error counts as a good one."""
+        self.num_busy += 1
+        try:
+            yield
+            self.note(True)
+        finally:
+            self.num_busy -= 1
 
     def note(self, is_good: bool) -> None:
         self.looks.append(is_good)
@@ -192,19 +207,21 @@ class Pool:
                 event("spare_unhealthy", slot=watched.desktop.slot)
                 self._drop(watched)
             edge = time.monotonic() - self._health_interval_s
-            due = [one for one in (*self._ready, *self._taken.values()) if one.last_good_mono < edge]
-            await asyncio.gather(*(self._look(one) for one in due))
+            for one in (*self._ready, *self._taken.values()):
+                if one.last_good_mono < edge and not one.num_busy:
+                    self._spawn(self._look(one))
             self._refill()
 
     async def _look(self, watched: Watched) -> None:
         if not watched.desktop.is_alive:
             return
         try:
-            async with asyncio.timeout(self._look_timeout_s):
-                await watched.desktop.screenshot()
-            watched.note(True)
+            with watched.busy():
+                async with asyncio.timeout(self._look_timeout_s):
+                    await watched.desktop.screenshot()
         except (SandboxError, TimeoutError):
             watched.note(False)
+            watched.last_good_mono = time.monotonic() - self._health_interval_s + LOOK_AGAIN_S
 
     def _has_floors(self) -> bool:
         disk_bytes, memory_bytes, disk = self._floors

@@ -62,6 +62,8 @@ def assemble(
     disk: Path,
     tags: tuple[str, ...] = (),
     allowed_urls: tuple[str, ...] = (),
+    health_interval_s: float = 5.0,
+    look_timeout_s: float = 10.0,
 ) -> Host:
     """A host agent that the gateway reaches at `url`."""
     call_token = secrets.token_urlsafe(24)
@@ -76,7 +78,14 @@ def assemble(
         tags=tags,
         num_slots=config.num_desktops,
     )
-    pool = Pool(provider, config.num_desktops, config.num_spares, disk=disk)
+    pool = Pool(
+        provider,
+        config.num_desktops,
+        config.num_spares,
+        disk=disk,
+        health_interval_s=health_interval_s,
+        look_timeout_s=look_timeout_s,
+    )
     bindings = Bindings(pool)
     agent = Agent(gateway_url, host_token, registration, pool, bindings)
     pool.on_change = bindings.on_change = agent.news.set

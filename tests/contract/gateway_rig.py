@@ -61,6 +61,7 @@ class Rig:
         spares: int = 1,
         size: tuple[int, int] = SIZE,
         tags: tuple[str, ...] = (),
+        **health: float,
     ) -> AsyncIterator[Machine]:
         config = SandboxConfig(provider="fake", num_desktops=slots, num_spares=spares, screen_wh_px=size)
         provider = FakeProvider(config, self.folder, host_id)
@@ -75,6 +76,7 @@ class Rig:
             tags=tags,
             url=f"http://127.0.0.1:{sock.getsockname()[1]}",
             disk=self.folder,
+            **health,
         )
         async with host, running(host.app, sock):
             talk = asyncio.create_task(host.agent.run())

@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from sandbox_cluster.providers.fake import EVENT_LOG
-from slime_cua.core.actions import CodeAction
+from slime_cua.core.actions import CodeAction, GuiAction
 from slime_cua.core.errors import SandboxError, TaskError, UnknownOutcomeError
 from slime_cua.core.types import Task
 from tests.contract.gateway_rig import ALICE, CLICK, Rig, acquire_body, eventually
@@ -156,6 +156,27 @@ async def test_one_broken_screenshot_is_taken_again_without_a_second_action(rig:
             once = num_events(machine.provider.drivers[0].files)
             assert (await sandbox.step([CLICK], "a")).png == mended.png
             assert num_events(machine.provider.drivers[0].files) == once
+
+
+async def test_a_long_wait_is_not_taken_for_a_dead_desktop(rig: Rig) -> None:
+    async with (
+        rig.gateway(),
+        rig.host(slots=1, health_interval_s=0.2, look_timeout_s=0.2),
+        rig.client() as client,
+    ):
+        async with client.lease(key="a") as sandbox:
+            await sandbox.step([GuiAction(kind="wait", time_s=2.5)])
+            await sandbox.step([CLICK])
+
+
+async def test_a_desktop_that_answers_no_look_is_given_up(rig: Rig) -> None:
+    async with rig.gateway(), rig.host(slots=1, health_interval_s=0.2, look_timeout_s=0.2) as machine:
+        async with rig.client() as client, client.lease(key="a") as sandbox:
+            machine.provider.faults.latency_s = 1.0
+            await eventually(lambda: machine.host.bindings.lease_ids == (), 8.0)
+            machine.provider.faults.latency_s = 0.0
+            with pytest.raises(SandboxError, match="gone"):
+                await sandbox.step([CLICK])
 
 
 async def test_failed_boots_are_tried_again_in_the_background(rig: Rig) -> None:
