@@ -41,7 +41,11 @@ def serve(options: argparse.Namespace, listener: socket.socket) -> None:
     engine.start()
     service = Service(engine, max_context_tokens=options.max_context_tokens, timeout_s=options.timeout_s)
     config = uvicorn.Config(
-        make_app(service), log_level="warning", access_log=False, timeout_graceful_shutdown=2
+        make_app(service),
+        log_level="warning",
+        access_log=False,
+        timeout_keep_alive=_KEEP_ALIVE_S,
+        timeout_graceful_shutdown=2,
     )
     url = f"http://{options.host}:{listener.getsockname()[1]}"
     server = _AnnouncingServer(config, url, options.ready_file)

@@ -233,9 +233,9 @@ def test_a_pause_ends_running_requests_and_holds_new_ones_until_continue(resumed
 
 
 def test_a_pause_in_place_goes_on_where_it_stopped(resumed: str) -> None:
-    expected = generate(resumed, text_ids(73, 10), max_new_tokens=400, sampling_seed=3)
+    expected = generate(resumed, text_ids(73, 10), max_new_tokens=1500, sampling_seed=3)
     with ThreadPoolExecutor(1) as pool:
-        call = pool.submit(generate, resumed, text_ids(73, 10), max_new_tokens=400, sampling_seed=3)
+        call = pool.submit(generate, resumed, text_ids(73, 10), max_new_tokens=1500, sampling_seed=3)
         wait_for_running(resumed, 1)
         post(resumed, "/pause_generation", mode="in_place").raise_for_status()
         time.sleep(0.3)
