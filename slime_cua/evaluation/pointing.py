@@ -76,7 +76,7 @@ class Result:
     low: float
     high: float
     chance: float
-    """Pointing: one of the things shown, taken at random (of a single thing: any place). Else: the commonest answer."""
+    """Pointing: one of the things that could be meant, taken at random. Else: the commonest answer of the test."""
     blank: float | None
     """Rate with the image blanked; None if not measured."""
 
@@ -127,11 +127,17 @@ def chance_of(asked: Sequence[Asked]) -> float:
 
 
 def _random_hit(one: Asked) -> float:
-    """Chance of one of the things shown; of any place on the screen where what is asked for is no thing or the only one."""
+    """Chance of one of the things that could be meant: those with a word where a word is asked for, boxes where a box is,
+    else all; of any place on the screen where what is asked for is no thing or the only one."""
+    question = one.question
     items = one.screen.items
-    if len(items) > 1 and any(item.box == one.question.box for item in items):
+    if question.kind == "point_word":
+        items = [item for item in items if item.word]
+    elif question.kind == "point_box":
+        items = [item for item in items if item.kind == "box"]
+    if len(one.screen.items) > 1 and any(item.box == question.box for item in items):
         return 1 / len(items)
-    x0, y0, x1, y1 = one.question.box or (0, 0, 0, 0)
+    x0, y0, x1, y1 = question.box or (0, 0, 0, 0)
     return (x1 - x0) * (y1 - y0) / (SCREEN_WH_PX[0] * SCREEN_WH_PX[1])
 
 
