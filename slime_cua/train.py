@@ -63,11 +63,12 @@ def main(argv: list[str]) -> int:
     arguments = parser.parse_args(argv)
     config = load(RunConfig, arguments.config, arguments.overrides)
     from slime_cua.launch.children import no_child_left
+    from slime_cua.launch.guardian import guarded
     from slime_cua.launch.session import Session
     from slime_cua.launch.signals import interrupt_on_signals
 
     started = time.monotonic()
-    with interrupt_on_signals(), no_child_left(), Session(config) as session:
+    with interrupt_on_signals(), no_child_left(), guarded() as guardian, Session(config, guardian) as session:
         run(session)
     print(f"done in {(time.monotonic() - started) / 60:.1f} minutes; report: {config.run_dir}/report.html")
     return 0

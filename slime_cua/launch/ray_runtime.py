@@ -13,7 +13,7 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -38,14 +38,20 @@ def forwarded_environment(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 @contextmanager
-def ray_runtime(*, num_gpus_needed: int, log_dir: Path) -> Iterator[None]:
+def ray_runtime(
+    *, num_gpus_needed: int, log_dir: Path, on_folder: Callable[[Path], None] | None = None
+) -> Iterator[None]:
     """Ray for the length of the block. RAY_ADDRESS joins a running cluster; otherwise one starts on this machine.
 
+    on_folder: hears of the folder that a Ray of our own works in, before it is used.
     Raises PreflightError when the cluster has fewer GPUs than the run needs or cannot be joined.
     """
     os.environ.setdefault("RAY_DEDUP_LOGS", "0")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault(
+        "SPT_NOENV", "1"
+    )  # a process that sets its title keeps its environment readable: launch.guardian
     import ray
 
     address = os.environ.get("RAY_ADDRESS")
@@ -54,6 +60,8 @@ def ray_runtime(*, num_gpus_needed: int, log_dir: Path) -> Iterator[None]:
             options: dict[str, Any] = {"runtime_env": {"env_vars": _worker_environment()}}
         else:
             folder = stack.enter_context(temporary_folder())
+            if on_folder is not None:
+                on_folder(folder)
             stack.enter_context(_environment(_worker_environment()))
             options = {"num_cpus": 64, "object_store_memory": OBJECT_STORE_BYTES, "_temp_dir": str(folder)}
         stack.callback(ray.shutdown)

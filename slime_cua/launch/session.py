@@ -20,6 +20,7 @@ from slime_cua.data.images import ImageStore
 from slime_cua.launch.console import Console
 from slime_cua.launch.engines import make_fleet
 from slime_cua.launch.failures import explained
+from slime_cua.launch.guardian import Guardian
 from slime_cua.launch.preflight import check_disk, check_inputs
 from slime_cua.launch.ray_runtime import explain_loss, ray_runtime
 from slime_cua.launch.run_dir import RunDir
@@ -35,8 +36,9 @@ STALL_MARGIN_S = 60.0
 class Session:
     """A context manager. Engines and trainers are blocks inside it, since phases need different ones."""
 
-    def __init__(self, config: RunConfig) -> None:
-        self.config = config
+    def __init__(self, config: RunConfig, guardian: Guardian | None = None) -> None:
+        """guardian: told of folders that must not outlive the run."""
+        self.config, self._guardian = config, guardian
         self.console = Console()
         self._stack = ExitStack()
         self._cluster: LocalCluster | None = None
@@ -98,7 +100,11 @@ class Session:
         num_gpus = self.config.trainer.parallel.world_size
         num_gpus += engine.num_engines * engine.tp if engine.kind != "external" else 0
         self._stack.enter_context(
-            ray_runtime(num_gpus_needed=num_gpus if self.use_gpu else 0, log_dir=self.run.logs)
+            ray_runtime(
+                num_gpus_needed=num_gpus if self.use_gpu else 0,
+                log_dir=self.run.logs,
+                on_folder=self._guardian.remove_later if self._guardian else None,
+            )
         )
 
     def _start_rollout(self, gateway_url: str, token: str) -> None:

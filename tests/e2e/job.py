@@ -33,7 +33,9 @@ def write_model(folder: Path) -> Path:
 
 def write_tasks(path: Path, split: str, judge: str = DICE, families: int = 2) -> Path:
     """Two tasks each of some families that need no set-up: three clicks and the end. Judged by `judge`."""
-    actions = [{"type": "gui", "kind": "left_click", "point": {"x": 100.0 * n, "y": 500.0}} for n in (1, 2, 3)]
+    actions = [
+        {"type": "gui", "kind": "left_click", "point": {"x": 100.0 * n, "y": 500.0}} for n in (1, 2, 3)
+    ]
     tasks = [
         {
             "id": f"{split}/{family}-{number}",
@@ -42,7 +44,9 @@ def write_tasks(path: Path, split: str, judge: str = DICE, families: int = 2) ->
             "family": f"family{family}",
             "split": split,
             "evaluator": {"judges": [{"result_getter": None, "expected_getter": None, "code": judge}]},
-            "metadata": {"routes": {"gui": [*actions[: number + 1], {"type": "terminate", "status": "success"}]}},
+            "metadata": {
+                "routes": {"gui": [*actions[: number + 1], {"type": "terminate", "status": "success"}]}
+            },
         }
         for family in range(families)
         for number in range(2)
@@ -107,7 +111,9 @@ class Job:
     def wait_until(self, is_true: Callable[[], bool], what: str, timeout_s: float = 120.0) -> None:
         end = time.monotonic() + timeout_s
         while not is_true():
-            assert self.process is not None and self.process.poll() is None, f"ended before {what}:\n{self.output}"
+            assert self.process is not None and self.process.poll() is None, (
+                f"ended before {what}:\n{self.output}"
+            )
             assert time.monotonic() < end, f"no {what} within {timeout_s} s:\n{self.output}"
             time.sleep(0.05)
 
@@ -160,9 +166,9 @@ class Job:
     def assert_nothing_left(self, timeout_s: float = 20.0) -> None:
         """No process and no mount of the run is there; those of a killed driver have a moment to notice."""
         end = time.monotonic() + timeout_s
-        while self.leftovers() and time.monotonic() < end:
+        while (left := self.leftovers()) and time.monotonic() < end:
             time.sleep(0.1)
-        assert self.leftovers() == {}
+        assert not left, left
         assert str(self.folder) not in Path("/proc/mounts").read_text()
 
     def sentence(self) -> str:
