@@ -157,7 +157,7 @@ def _by_name(
             task_ids, low=config.band[0], high=config.band[1], retention=config.retention, seed=seed
         )
     if config.name == "weighted_classes":
-        if class_of is None:
+        if not class_of:
             raise ConfigError(
                 "sampler.name = weighted_classes needs a class for each task: metadata.class of the tasks"
             )

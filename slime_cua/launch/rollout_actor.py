@@ -96,7 +96,12 @@ class RolloutActor:
     async def start_training(self, tasks: list[Task], state: dict[str, Any] | None) -> None:
         """Begin (or take up again) admission of groups over `tasks`."""
         rollout = self.config.rollout
-        sampler = make_sampler([task.id for task in tasks], self.config.sampler, seed=self.config.seed)
+        sampler = make_sampler(
+            [task.id for task in tasks],
+            self.config.sampler,
+            seed=self.config.seed,
+            class_of={task.id: task.metadata["class"] for task in tasks if "class" in task.metadata},
+        )
         scheduler = Scheduler(rollout.groups_per_step, rollout.max_policy_lag, options=rollout.scheduler)
         if state is not None:
             sampler.load_state_dict(state["sampler"])

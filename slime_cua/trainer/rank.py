@@ -10,7 +10,7 @@ import itertools
 import pickle
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -19,7 +19,7 @@ import megatron_patches
 from slime_cua.config.algo import LossConfig
 from slime_cua.config.trainer import TrainerConfig
 from slime_cua.convert import check_hf_folder
-from slime_cua.core.errors import CheckpointError, ConfigError
+from slime_cua.core.errors import CheckpointError, ConfigError, DataError
 from slime_cua.core.ports import free_port
 from slime_cua.core.types import TrainSample
 from slime_cua.data.batch import PackedBatch, PackedStep
@@ -35,6 +35,18 @@ from slime_cua.trainer.model import PolicyModel
 from slime_cua.trainer.optimizer import Optimizer
 
 Samples = Sequence[TrainSample] | Path | str
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """What one optimiser step computes, the same on every rank."""
+
+    loss: str
+    settings: LossConfig
+    num_samples: float
+    temperature: float
+    version: int | None
+    starts: dict[str, Sequence[float]] | None
 
 
 class TrainerRank:
@@ -98,11 +110,12 @@ class TrainerRank:
         start_logp: for pi_old = proximal at a later step of a collection, what `logprobs(samples)` gave before its first
         step; at the first step the forward's own are the same, and None saves the extra forward.
         With a KL term the reference is the folder that `load` read, also after `restore`.
-        Gives means and counts over the batch, the same on every rank. Raises DataError naming an impossible sample.
+        Gives means and counts over the batch, the same on every rank. Raises DataError naming an impossible sample, on all ranks alike.
         """
         with self._scope():
             started = time.monotonic()
-            compute, settings = find_loss(loss), default_section(loss, section)
+            find_loss(loss)
+            settings = default_section(loss, section)
             is_plain = loss != "sft" and settings.kl is None and settings.entropy_coef == 0
             items = read_samples(samples)
             batch = self._pack(items, is_zero_skipped=is_plain)
@@ -111,30 +124,15 @@ class TrainerRank:
             if any(packed.num_segments for share in batch.micro_batches for packed in share):
                 self.model.module.train()
                 self.optimizer.zero_grad()
-                extras = self._extras(batch, image_store, settings, temperature, policy_version)
-                starts = _by_segment(items, start_logp)
-                for (packed, on_device), extra in zip(
-                    self._microbatches(batch, image_store), extras, strict=False
-                ):
-                    logp_R, entropy_R = self.model.logprobs(
-                        on_device,
-                        temperature,
-                        with_entropy=loss != "sft",
-                        entropy_grad=settings.entropy_coef != 0,
-                    )
-                    inputs = loss_inputs(
-                        packed, logp_R, entropy_R, settings, count, float(batch.num_tokens), extra
-                    )
-                    lost_R = self.extra.is_lost(packed, policy_version)
-                    if starts is not None:
-                        extra = replace(extra, start_R=start_logprobs(packed, starts))
-                    if loss != "sft":
-                        inputs = chosen_old_policy(inputs, settings, extra, lost_R)
-                    value, stats = compute(inputs, settings)
-                    value.backward()
-                    num_lost = int(lost_R.sum()) if settings.pi_old == "behaviour" else 0
-                    version = None if loss == "sft" else policy_version
-                    totals.add(value, stats, inputs, packed, version, num_lost)
+                plan = _Plan(
+                    loss, settings, count, temperature, policy_version, _by_segment(items, start_logp)
+                )
+                fault: DataError | None = None
+                try:
+                    self._accumulate(plan, batch, image_store, totals)
+                except DataError as error:
+                    fault = error
+                runtime.raise_together(fault, self.layout)
                 self.extra.keep_version(settings, policy_version, max_policy_lag)
                 self.optimizer.reduce_gradients()
                 step = self.optimizer.step()
@@ -217,19 +215,40 @@ class TrainerRank:
             is_zero_skipped=is_zero_skipped,
         )
 
-    def _extras(
-        self,
-        batch: PackedStep,
-        source: ImageSource | None,
-        section: LossConfig,
-        temperature: float,
-        version: int | None,
-    ) -> Iterable[ExtraLogprobs]:
-        """For each of this rank's micro-batches; without forwards where the section needs none."""
-        names = self.extra.needed(batch, section, version)
+    def _accumulate(self, plan: _Plan, batch: PackedStep, source: ImageSource | None, totals: Totals) -> None:
+        """Forward and backward of this rank's micro-batches, into the gradient buffers and `totals`."""
+        compute, settings = find_loss(plan.loss), plan.settings
+        extras = self._extras(plan, batch, source)
+        for (packed, on_device), extra in zip(self._microbatches(batch, source), extras, strict=False):
+            logp_R, entropy_R = self.model.logprobs(
+                on_device,
+                plan.temperature,
+                with_entropy=plan.loss != "sft",
+                entropy_grad=settings.entropy_coef != 0,
+            )
+            inputs = loss_inputs(
+                packed, logp_R, entropy_R, settings, plan.num_samples, float(batch.num_tokens), extra
+            )
+            if plan.loss == "sft":
+                value, stats = compute(inputs, settings)
+                value.backward()
+                totals.add(value, stats, inputs, packed)
+                continue
+            lost_R = self.extra.is_lost(packed, plan.version)
+            if plan.starts is not None:
+                extra = replace(extra, start_R=start_logprobs(packed, plan.starts))
+            inputs = chosen_old_policy(inputs, settings, extra, lost_R)
+            value, stats = compute(inputs, settings)
+            value.backward()
+            num_lost = int(lost_R.sum()) if settings.pi_old == "behaviour" else 0
+            totals.add(value, stats, inputs, packed, plan.version, num_lost)
+
+    def _extras(self, plan: _Plan, batch: PackedStep, source: ImageSource | None) -> Iterable[ExtraLogprobs]:
+        """For each of this rank's micro-batches; without forwards where the loss section needs none."""
+        names = self.extra.needed(batch, plan.settings, plan.version)
         if not names:
             return itertools.repeat(ExtraLogprobs())
-        return self.extra.run(names, lambda: self._microbatches(batch, source), temperature)
+        return self.extra.run(names, lambda: self._microbatches(batch, source), plan.temperature)
 
     def _microbatches(
         self, batch: PackedStep, source: ImageSource | None

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 import megatron_patches
 from slime_cua.config.trainer import ParallelConfig, TrainerConfig
-from slime_cua.core.errors import ConfigError
+from slime_cua.core.errors import ConfigError, DataError
 
 
 @dataclass(frozen=True)
@@ -110,6 +110,17 @@ def add_dicts(mine: dict[str, float], layout: Layout) -> dict[str, float]:
     dist.all_gather_object(found, mine, group=_dp_group())
     names = dict.fromkeys(name for part in found for name in part)
     return {name: sum(part.get(name, 0.0) for part in found) for name in names}
+
+
+def raise_together(fault: DataError | None, layout: Layout) -> None:
+    """Raise the fault of the first data-parallel rank that has one, on all of them. A collective."""
+    found: list[str | None] = [None if fault is None else str(fault)]
+    if layout.dp_size > 1:
+        found = [None] * layout.dp_size
+        dist.all_gather_object(found, None if fault is None else str(fault), group=_dp_group())
+    for message in found:
+        if message is not None:
+            raise DataError(message) from fault
 
 
 def _dp_group() -> dist.ProcessGroup:

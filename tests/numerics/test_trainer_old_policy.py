@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file
 
 from slime_cua.config.algo import LossConfig
-from slime_cua.config.trainer import OptimizerConfig, TrainerConfig
+from slime_cua.config.trainer import OptimizerConfig, ParallelConfig, TrainerConfig
 from slime_cua.core.errors import ConfigError, DataError
 from slime_cua.trainer.gap import NUM_EDGES, gap_metrics, gap_sums
 from slime_cua.trainer.group import LocalTrainerGroup
@@ -176,6 +176,20 @@ def test_an_empty_step_leaves_weights_moments_and_decay_untouched_and_is_counted
         trainer.call("export_hf", tmp_path / name, "fp32")
     with_, without = (load_file(tmp_path / name / "model.safetensors") for name in ("with", "without"))
     assert all(torch.equal(with_[name], without[name]) for name in without)
+
+
+def test_numbers_that_one_data_parallel_rank_cannot_use_are_the_same_error_on_both(folder: Path) -> None:
+    """s0 was sampled, it claims, with a probability of exp(-500): its ratio overflows on the rank that holds it."""
+    bad = SAMPLES[0].segment.model_copy(
+        update={"logp": tuple(-500.0 if t else 0.0 for t in SAMPLES[0].segment.is_trained)}
+    )
+    samples = [SAMPLES[0].model_copy(update={"segment": bad, "advantage": -1.0}), *SAMPLES[1:]]
+    config = TrainerConfig(dtype="fp32", max_tokens_per_rank=96, timeout_s=60, parallel=ParallelConfig(dp=2))
+    with LocalTrainerGroup(config) as pair:
+        pair.call("load", folder)
+        with pytest.raises(DataError, match="importance ratio overflows"):
+            pair.call("train_step", samples, STORE, "gspo")
+        assert pair.call("train_step", SAMPLES, STORE, "gspo")["loss/is_skipped"] == 0
 
 
 def test_the_gap_adds_over_ranks_and_its_percentile_is_within_six_per_cent() -> None:
