@@ -7,7 +7,6 @@ from collections.abc import Callable
 
 COMMANDS: dict[str, tuple[str, str]] = {
     "train": ("slime_cua.train:main", "train a policy: cold start, asynchronous RL, evaluation, export"),
-    "evaluate": ("slime_cua.evaluate:main", "score a checkpoint on tasks"),
     "sandbox": ("sandbox_cluster.cli:main", "gateway and host agents for desktops"),
     "simulate": ("slime_cua.launch.simulate:main", "replay a trace under several schedules on a virtual clock"),
     "tasks": ("sandbox_cluster.tasks.cli:main", "check task files"),
