@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from slime_cua.trainer.batch import Microbatch
+from slime_cua.trainer.vision_speed import speed_up_tower
 
 
 class VisionTower:
@@ -25,6 +26,9 @@ class VisionTower:
     """
 
     def __init__(self, tower: Any, tp_group: Any, is_frozen: bool, max_bytes: int) -> None:
+        self._positions = speed_up_tower(tower)
+        if self._positions is not None:
+            self._positions.handle.remove()  # the hook sees all images, a rank computes some
         self._run = tower.forward
         tower.forward = self._forward
         self._merge = int(tower.config.spatial_merge_size) ** 2
@@ -51,10 +55,10 @@ class VisionTower:
         """In place of the tower's forward: features of every image token of the stream, in order."""
         batch = self.batch
         assert batch is not None
-        if (
-            batch.patches is None
-        ):  # text only: the bridge shows a dummy image and multiplies its features by 0
-            outputs = self._empty(1)
+        if batch.patches is None:
+            outputs = self._empty(
+                1
+            )  # text only: the bridge shows a dummy image and multiplies its features by 0
         else:
             outputs = self._split(batch.patches, grid_thw, batch.patch_counts)
             if batch.image_names:
@@ -69,7 +73,8 @@ class VisionTower:
     def _features(self, patches: torch.Tensor, grid_thw: torch.Tensor) -> list[torch.Tensor]:
         if not len(grid_thw):
             return self._empty(0)
-        result = self._run(patches.to(self._parameter.dtype), grid_thw=grid_thw)
+        positions = {} if self._positions is None else self._positions.of(grid_thw)
+        result = self._run(patches.to(self._parameter.dtype), grid_thw=grid_thw, **positions)
         return [result.pooler_output, *(getattr(result, "deepstack_features", None) or [])]
 
     def _split(

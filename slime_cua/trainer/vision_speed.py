@@ -16,19 +16,21 @@ MAX_LAYOUTS = 32
 """How many lists of grids are kept."""
 
 
-def speed_up_tower(tower: torch.nn.Module) -> bool:
-    """Speed up a Qwen3-VL or Qwen3.5 vision tower in place; False, and nothing done, for any other.
+def speed_up_tower(tower: torch.nn.Module) -> Positions | None:
+    """Speed up a Qwen3-VL or Qwen3.5 vision tower in place; None, and nothing done, for any other.
 
-    Outputs and gradients stay those of the tower up to rounding; parameters and their names do not change.
+    Outputs and gradients stay those of the tower up to rounding; parameters and their names do not change. Gives what hands
+    the tower its positions: a caller that goes around the tower's hooks asks it itself.
     """
     projection = getattr(getattr(tower, "patch_embed", None), "proj", None)
     if not isinstance(projection, torch.nn.Conv3d) or not hasattr(tower, "interpolation_mode"):
-        return False
+        return None
     if projection.kernel_size != projection.stride:
-        return False
+        return None
     projection.forward = _MatrixProduct(projection)  # type: ignore[method-assign, assignment]
-    tower.register_forward_pre_hook(_Positions(tower), with_kwargs=True)
-    return True
+    positions = Positions(tower)
+    positions.handle = tower.register_forward_pre_hook(positions, with_kwargs=True)
+    return positions
 
 
 class _MatrixProduct:
@@ -43,8 +45,11 @@ class _MatrixProduct:
         return y[:, :, None, None, None]
 
 
-class _Positions:
+class Positions:
     """Hands the tower its position tensors, computed once for each list of grids."""
+
+    handle: Any = None
+    """Removes the hook that makes the tower's own calls use them."""
 
     def __init__(self, tower: Any) -> None:
         self._options = {
@@ -57,6 +62,10 @@ class _Positions:
 
     def __call__(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         grids = kwargs["grid_thw"] if "grid_thw" in kwargs else args[1]
+        return args, {**kwargs, **self.of(grids)}
+
+    def of(self, grids: torch.Tensor) -> dict[str, Any]:
+        """Keyword arguments of the tower's forward for images of these grids [I, 3]."""
         key = (str(grids.device), tuple(grids.flatten().tolist()))
         found = self._known.pop(key, None)
         if found is None:
@@ -64,7 +73,7 @@ class _Positions:
         self._known[key] = found
         while len(self._known) > MAX_LAYOUTS:
             self._known.popitem(last=False)
-        return args, {**kwargs, **found}
+        return found
 
     def _compute(self, grids: torch.Tensor) -> dict[str, Any]:
         from transformers.vision_utils import (
