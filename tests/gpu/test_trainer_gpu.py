@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -49,12 +50,13 @@ def test_packed_flash_attention_and_its_gradient_equal_float32(lengths: list[int
 
 
 @pytest.fixture(scope="module")
-def trainer(tmp_path_factory: pytest.TempPathFactory) -> SupervisedTrainer:
+def trainer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SupervisedTrainer]:
     folder = make_qwen35(tmp_path_factory.mktemp("gpu") / "model", FULL)
     config = TrainerConfig(freeze_vision=False, optimizer=OptimizerConfig(lr=1e-3, weight_decay=0.0))
     made = SupervisedTrainer(folder, config)
     made.folder = folder  # type: ignore[attr-defined]
-    return made
+    yield made
+    made.close()
 
 
 def test_bf16_logprobs_are_near_transformers_in_float32(trainer: SupervisedTrainer) -> None:
