@@ -37,6 +37,9 @@ EXECUTE_MARGIN_S = 12.0
 """A code action's own deadline ends it; the calls around it wait so much longer."""
 
 
+TYPED_S_PER_CHAR = 0.005
+
+
 @dataclass(frozen=True)
 class Shot:
     """A screenshot that was decoded in full and has the desktop's size."""
@@ -82,7 +85,8 @@ class Sandbox:
             actions=tuple(actions),
             settle=Settle(quiet_ms=config.settle_quiet_ms, max_ms=config.settle_max_ms),
         )
-        reply = await self._client.call(StepReply, self._path("step"), body, config.step_timeout_s)
+        timeout_s = config.step_timeout_s + _asked_s(actions)
+        reply = await self._client.call(StepReply, self._path("step"), body, timeout_s)
         try:
             png = base64.b64decode(reply.png_base64, validate=True)
         except binascii.Error as error:
@@ -128,3 +132,11 @@ class Sandbox:
 
     def _path(self, call: str) -> str:
         return f"/v1/leases/{self.lease.lease_id}/{call}"
+
+
+def _asked_s(actions: Sequence[GuiAction]) -> float:
+    """The time that the actions themselves take: a policy that waits a minute is not an infrastructure failure."""
+    return sum(
+        action.time_s if action.kind == "wait" else TYPED_S_PER_CHAR * len(action.text or "")
+        for action in actions
+    )

@@ -169,6 +169,12 @@ async def test_a_long_wait_is_not_taken_for_a_dead_desktop(rig: Rig) -> None:
             await sandbox.step([CLICK])
 
 
+async def test_a_wait_is_not_counted_against_the_steps_deadline(rig: Rig) -> None:
+    async with rig.gateway(), rig.host(slots=1), rig.client(step_timeout_s=1.5) as client:
+        async with client.lease(key="a") as sandbox:
+            assert (await sandbox.step([GuiAction(kind="wait", time_s=2.0)])).png
+
+
 async def test_a_desktop_that_answers_no_look_is_given_up(rig: Rig) -> None:
     async with rig.gateway(), rig.host(slots=1, health_interval_s=0.2, look_timeout_s=0.2) as machine:
         async with rig.client() as client, client.lease(key="a") as sandbox:
