@@ -7,6 +7,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 torch_pin=torch==2.13.0
+triton_pin=triton==3.6.0
 python=${SLIME_CUA_PYTHON:-python3}
 say() { printf '\033[1m[env]\033[0m %s\n' "$*"; }
 die() { printf '[env] error: %s\n' "$*" >&2; exit 1; }
@@ -57,5 +58,9 @@ fi
 say "installing the pinned Python packages of requirements/cpu.lock (about 500 MB to download)"
 "${pip[@]}" install -q -r requirements/cpu.lock
 "${pip[@]}" install -q --no-deps --no-build-isolation -e .
+if ! .venv/bin/python -c 'import triton' 2>/dev/null && [ ! -d .venvs/triton/triton ]; then
+  say "installing $triton_pin beside .venv: tests run the GPU kernels in its interpreter (about 200 MB to download)"
+  "${pip[@]}" install -q --no-deps --target .venvs/triton "$triton_pin" || say "no $triton_pin for this machine: those tests are skipped"
+fi
 printf '%s' "$stamp" > "$mark"
 say "ready: .venv/bin/slime-cua --help"

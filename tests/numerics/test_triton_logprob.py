@@ -11,7 +11,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 TRITON = ROOT / ".venvs" / "triton"
-"""Triton for the interpreter; kept out of .venv, where megatron runs without it. scripts/test.sh installs it."""
+"""Triton for the interpreter; kept out of .venv, where megatron runs without it. scripts/env.sh installs it."""
 has_triton = TRITON.is_dir() or importlib.util.find_spec("triton") is not None
 
 
