@@ -6,8 +6,8 @@
 #   bash recipes/pretrain_tiny_base.sh trainer.parallel.dp=2
 #   DEVICE=cpu bash recipes/pretrain_tiny_base.sh batch_screens=8 num_chunks=2 num_workers=1 trainer.dtype=fp32
 #
-# What to expect (docs/tiny_base.md has the measured curve): the loss of colour pointing leaves 4 within the first minute,
-# six buttons by colour are hit from the second minute on, shapes and places follow, words come last if they come.
+# What to expect (docs/tiny_base.md has the measured curve): the loss of colour pointing falls below 1 within the first half
+# minute, six buttons by colour are hit from the third minute on, shapes, places and sizes follow; words hardly come.
 # The same command continues a run that was stopped. The gate prints hit rates beside chance and blanked images.
 set -euo pipefail
 cd "$(dirname "$0")/.."
