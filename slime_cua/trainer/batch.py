@@ -57,8 +57,11 @@ def build_microbatch(
     source: ImageSource | None,
     loader: ImageLoader,
     is_known: Callable[[str], bool] = lambda name: False,
+    device: torch.device | None = None,
 ) -> Microbatch:
-    """The CPU tensors of a packed batch; each distinct image is decoded once, and not at all if `is_known` by its hash."""
+    """A packed batch on `device` (None: the CPU). Each distinct image is decoded once, and not at all if `is_known` by its
+    hash; its pixels travel as uint8 and become patches on the device.
+    """
     config = loader.config
     grids = [config.token_grid(ref.width_px, ref.height_px) for ref in packed.images_I]
     positions_3T = packed_positions(
@@ -76,6 +79,7 @@ def build_microbatch(
         row_R=torch.from_numpy(row_R),
         target_R=torch.from_numpy(packed.target_T[row_R]),
     )
+    text = text if device is None else text.to(device)
     if not packed.distinct_images:
         return text
     if source is None:
@@ -89,7 +93,9 @@ def _with_images(
 ) -> Microbatch:
     """`text` with the patches of `fresh`, and where each occurrence of an image finds its features."""
     config = loader.config
-    patches = [patchify(torch.tensor(loader.pixels(ref, source))[None], config) for ref in fresh]
+    device = text.token_ids_T.device
+    pixels = (torch.tensor(loader.pixels(ref, source), device=device) for ref in fresh)
+    patches = [patchify(image[None], config) for image in pixels]
     grids = [config.grid_hw(ref.width_px, ref.height_px) for ref in fresh]
     sizes = [config.grid_hw(ref.width_px, ref.height_px) for ref in packed.distinct_images]
     counts = np.array([rows * columns // config.tokens.merge_size**2 for rows, columns in sizes])
@@ -97,9 +103,9 @@ def _with_images(
     occurrences = [np.arange(counts[i]) + first[i] for i in packed.image_index_I]
     return replace(
         text,
-        patches=torch.cat(patches) if patches else torch.zeros(0, config.num_features),
-        grid_I3=torch.tensor([(1, *grid) for grid in grids], dtype=torch.int64).reshape(-1, 3),
+        patches=torch.cat(patches) if patches else torch.zeros(0, config.num_features, device=device),
+        grid_I3=torch.tensor([(1, *grid) for grid in grids], dtype=torch.int64, device=device).reshape(-1, 3),
         patch_counts=tuple(rows * columns for rows, columns in grids),
         image_names=tuple(ref.sha256 for ref in packed.distinct_images),
-        image_token_M=torch.from_numpy(np.concatenate(occurrences)),
+        image_token_M=torch.from_numpy(np.concatenate(occurrences)).to(device),
     )

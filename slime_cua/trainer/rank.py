@@ -256,8 +256,10 @@ class TrainerRank:
         """This rank's micro-batches. Empty ones only where experts are spread over ranks: all must then take part."""
         for packed in batch.micro_batches[self.layout.dp_rank]:
             if packed.num_segments or self.config.parallel.ep > 1:
-                batch_on_host = build_microbatch(packed, source, self._loader, self._is_known)
-                yield packed, batch_on_host.to(self.layout.device)
+                yield (
+                    packed,
+                    build_microbatch(packed, source, self._loader, self._is_known, self.layout.device),
+                )
 
     def _is_known(self, image: str) -> bool:
         return self.model.vision is not None and self.model.vision.is_known(image)
