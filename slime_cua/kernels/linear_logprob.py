@@ -49,8 +49,9 @@ def linear_logprob(
     entropy_grad: entropy_R takes part in the backward; otherwise it is a constant.
     main_grad: the weight gradient is added here (any float dtype) instead of going to weight_VH.grad. If weight_VH has
         Megatron's `grad_added_to_main_grad`, that is set and a dummy gradient is returned, so that DDP's hooks fire.
-    memory: "fast" keeps what spares the backward a product (R * V elements), "lean" stays below 1 GiB for any R at H = 5120,
-        "auto" keeps up to 2 GiB. On CPU all recompute, in larger or smaller blocks.
+    memory: "fast" keeps what spares the backward a product (R * V elements); "lean" at most 800 MiB of it, and takes 1 GiB above
+        the gradients for any R at H = 5120, V = 62080; "auto" keeps up to 2 GiB. On CPU all recompute, in larger or smaller
+        blocks. docs/kernels.md has times and memory.
     Raises ValueError for wrong shapes, dtypes or values, saying which.
     Source: own; Megatron-core's vocab-parallel cross entropy computes the loss part with three all-reduces.
     """

@@ -113,6 +113,7 @@ def test_clip_fraction_of_a_type_counts_its_steps_in_clipped_samples():
     assert stats["clipped"].item() == stats["clipped_high"].item() == 1
     assert stats["share_sum_by_type"].tolist() == pytest.approx([1.5, 0.5, 0.0])
     assert stats["ratio_sum_by_type"].tolist() == pytest.approx([2 + math.e, math.e, 0])
+    assert stats["behaviour_kl_sum_by_type"].tolist() == pytest.approx([math.e - 2, math.e - 2, 0])
 
 
 def test_statistics_add_over_micro_batches():
