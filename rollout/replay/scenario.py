@@ -72,7 +72,7 @@ class ScenarioConfig(ConfigModel):
     name: str = "long_tail"
     recorded: str = ""
     """Run directory or episodes JSONL whose episodes are played instead of generated ones."""
-    num_steps: int = Field(100, ge=2)
+    num_steps: int = Field(100, ge=1)
     groups_per_step: int = Field(8, ge=1)
     episodes_per_group: int = Field(8, ge=2)
     max_infra_retries: int = Field(2, ge=0)
