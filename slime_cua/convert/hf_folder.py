@@ -129,8 +129,11 @@ def compare_tables(
 
 
 def copy_companions(source: Path | str, target: Path) -> None:
-    """Copy everything that is not weights: config, tokenizer, chat template, processor files."""
+    """Copy everything that is not weights: config, tokenizer, chat template, processor files. The model card speaks of other
+    weights and stays behind."""
     for path in sorted(Path(source).iterdir()):
+        if path.name == "README.md":
+            continue
         is_weight = path.suffix in (".safetensors", ".bin", ".pt", ".pth") or path.name in WEIGHT_NAMES
         if path.is_file() and not is_weight and not path.name.startswith("."):
             shutil.copyfile(path, target / path.name)
