@@ -55,7 +55,7 @@ setup(
     packages=find_packages(
         include=["slime_cua*", "rollout*", "sandbox_cluster*", "megatron_patches*"],
     ),
-    package_data={"": ["*.jinja", "*.json", "*.xml", "*.yaml", "py.typed"]},
+    package_data={"": ["*.jinja", "*.json", "*.xml", "*.yaml", "*.npz", "py.typed"]},
     install_requires=CORE,
     extras_require={"sandbox": SANDBOX, "train": TRAIN, "rollout": ROLLOUT, "dev": DEV},
     entry_points={"console_scripts": ["slime-cua = slime_cua.cli:main"]},
