@@ -5,6 +5,7 @@
     POST   /v1/leases/{id}/setup           SetupRequest     -> SetupReply      (OSWorld config steps)
     POST   /v1/leases/{id}/step            StepRequest      -> StepReply       (GUI actions, then a settled screenshot)
     GET    /v1/leases/{id}/screenshot      -                -> image/png
+    GET    /v1/leases/{id}/file?path=      -                -> bytes           (404 when there is none)
     POST   /v1/leases/{id}/execute         ExecuteRequest   -> ExecuteReply    (code action)
     POST   /v1/leases/{id}/evaluate        EvaluateRequest  -> EvaluateReply
     POST   /v1/leases/{id}/reset           -                -> Lease           (a fresh desktop under the same lease)

@@ -110,7 +110,10 @@ class SandboxClient:
                 reply = await self.send("POST", "/v1/leases", body, left_s + 5.0)
                 return Lease.model_validate_json(reply.content)
             except SandboxError as error:
-                if not isinstance(error, UnknownOutcomeError | NotSentError) or time.monotonic() > end:
+                is_passing = isinstance(error, UnknownOutcomeError | NotSentError) or str(error).startswith(
+                    "unavailable"
+                )
+                if not is_passing or time.monotonic() + RETRY_S > end:
                     raise
                 await asyncio.sleep(RETRY_S)
 

@@ -44,10 +44,17 @@ class SandboxConfig(DesktopConfig):
     num_spares: int = Field(1, ge=0)
     max_boots: int = Field(2, ge=1)
     """Desktops booting at once; the number of cores is a good value."""
-    acquire_timeout_s: float = 120.0
-    setup_timeout_s: float = 60.0
-    step_timeout_s: float = 30.0
-    execute_timeout_s: float = 30.0
-    evaluate_timeout_s: float = 60.0
-    settle_quiet_ms: int = 60
-    settle_max_ms: int = 1000
+    acquire_timeout_s: float = Field(120.0, gt=0)
+    """How long an episode waits in the gateway's queue for a desktop."""
+    setup_timeout_s: float = Field(60.0, gt=0)
+    """All set-up steps of a task together."""
+    step_timeout_s: float = Field(30.0, gt=0)
+    """One GUI step, screenshot included; what a step itself asks to wait comes on top. Past it the desktop is ended."""
+    execute_timeout_s: float = Field(30.0, gt=0)
+    """One code action; past it the program is killed and the policy is told so."""
+    evaluate_timeout_s: float = Field(60.0, gt=0)
+    """All judges of a task together."""
+    settle_quiet_ms: int = Field(60, ge=0)
+    """A screenshot is taken when the screen has not changed for so long: a floor under the time of every step."""
+    settle_max_ms: int = Field(1000, ge=0)
+    """Then it is taken anyway."""
