@@ -149,11 +149,13 @@ def nominal_s(group: GroupTrace, scenario: ScenarioConfig) -> float:
     return max((e.span_s(token_s, read_s) for e in valid_attempts(group, scenario)), default=0.0)
 
 
-class _Run:
+class Run:
+    """The loop of train.py over a real RolloutWorker; `play` stands for desktops and engines."""
+
     def __init__(self, trace: Trace, scenario: ScenarioConfig, policy: Policy) -> None:
         self.trace, self.scenario, self.policy = trace, scenario, policy
         self.site = Site(scenario.site)
-        self.clock = asyncio.get_running_loop().time
+        self._time, self._started_s = asyncio.get_running_loop().time, asyncio.get_running_loop().time()
         in_flight = max(1, scenario.site.num_desktops // scenario.episodes_per_group)
         self.scheduler = policy.make(scenario.groups_per_step, in_flight)
         self.scheduler_cpu_s = 0.0
@@ -164,7 +166,7 @@ class _Run:
             {task_id: Task(id=task_id, instruction="") for task_id in trace.task_ids},
             DrawSampler(trace),
             self.scheduler,
-            NoStore(self._group_ended),
+            self.store(),
             self.play,
         )
         self.groups: dict[str, GroupTrace] = {}
@@ -175,6 +177,23 @@ class _Run:
         self._trained_names: set[str] = set()
         self.lag_tokens: Counter[int] = Counter()
         self.masked_tokens = 0
+
+    def clock(self) -> float:
+        """Seconds since the replay began."""
+        return self._time() - self._started_s
+
+    def store(self) -> EpisodeStore:
+        """Where finished groups go."""
+        return NoStore(self._group_ended)
+
+    def attempt(self, task_id: str, group_id: str, episode_id: str) -> EpisodeResult:
+        """What the trace says of an attempt; its tokens are counted there."""
+        if group_id not in self.groups:
+            self.groups[group_id] = self.trace.group(task_id, self._occurrences[task_id])
+            self._occurrences[task_id] += 1
+        result = EpisodeResult(self.groups[group_id].attempt(int(episode_id.rsplit("-e", 1)[1])))
+        self.episodes.setdefault(group_id, {})[episode_id] = result
+        return result
 
     def _config(self) -> RolloutConfig:
         return RolloutConfig(
@@ -212,12 +231,8 @@ class _Run:
 
     async def play(self, task: Task, group_id: str, episode_id: str, on_request: Any) -> Episode:
         """What the player and the episode do: a desktop, a session at an engine, turns, the judge."""
-        if group_id not in self.groups:
-            self.groups[group_id] = self.trace.group(task.id, self._occurrences[task.id])
-            self._occurrences[task.id] += 1
-        attempt = self.groups[group_id].attempt(int(episode_id.rsplit("-e", 1)[1]))
-        result = EpisodeResult(attempt)
-        self.episodes.setdefault(group_id, {})[episode_id] = result
+        result = self.attempt(task.id, group_id, episode_id)
+        attempt = result.trace
         async with self.site.desktop():
             await asyncio.sleep(attempt.boot_s)
             started_s = self.clock()
@@ -329,6 +344,6 @@ def simulate(trace: Trace, scenario: ScenarioConfig, policy: Policy) -> Replay:
     """Play `scenario.num_steps` steps of `trace` under `policy` on a virtual clock."""
 
     async def main() -> Replay:
-        return await _Run(trace, scenario, policy).run()
+        return await Run(trace, scenario, policy).run()
 
     return run_virtual(main())

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
+from rollout.replay.scenario import ScenarioConfig
 from slime_cua.core.errors import DataError
 from slime_cua.core.types import Episode, EpisodeGroup, Turn
 from slime_cua.data.episodes import EpisodeStore
@@ -62,8 +64,8 @@ class GroupTrace:
 class Trace(Protocol):
     """Same draws and same episodes for every policy: a group is what its task does the k-th time it is drawn."""
 
-    name: str
-
+    @property
+    def name(self) -> str: ...
     @property
     def task_ids(self) -> Sequence[str]: ...
     def draw(self, index: int) -> str: ...
@@ -83,7 +85,7 @@ def drawn_groups(trace: Trace, count: int) -> list[GroupTrace]:
 
 @dataclass
 class RecordedTrace:
-    """Groups of a run, drawn again in the order in which they ended; after the last one the first comes again."""
+    """Groups of a run in the order of their admission; after the last one the first comes again."""
 
     groups: list[GroupTrace]
     name: str = "recorded"
@@ -110,11 +112,42 @@ def read_trace(path: Path) -> RecordedTrace:
 
     Raises DataError when there is no group with an episode that has turns.
     """
-    file = path / "episodes" / "rl.jsonl" if path.is_dir() else path
-    groups = [trace for trace in map(recorded_group, EpisodeStore(file)) if trace is not None]
+    file = episodes_file(path)
+    recorded = sorted(EpisodeStore(file), key=lambda group: group.group_id)
+    groups = [trace for trace in map(recorded_group, recorded) if trace is not None]
     if not groups:
         raise DataError(f"{file}: no episode with turns is recorded there")
     return RecordedTrace(groups, name=str(path))
+
+
+def episodes_file(path: Path) -> Path:
+    """Of a run directory its training episodes, or the file itself."""
+    return path / "episodes" / "rl.jsonl" if path.is_dir() else path
+
+
+def measured_scenario(scenario: ScenarioConfig, path: Path) -> ScenarioConfig:
+    """The scenario with what the run at `path` measured: time a sampled token, episodes a group, step and publish times.
+
+    A token's time holds what the run's load made of it, so requests do not slow each other further in the replay.
+    """
+    groups = EpisodeStore(episodes_file(path)).read()
+    site = {
+        "decode_s": measured_token_s(groups),
+        "decode_s_per_request": 0.0,
+        "prefill_tokens_per_s": 1e12,
+        "num_engines": 1,
+        "max_batch": 100_000,
+    }
+    metrics = path / "metrics.jsonl"
+    rows = [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.is_file() else []
+    for field_name, metric in (("step_s", "time/train_s"), ("publish_s", "time/publish_s")):
+        values = [row["values"][metric] for row in rows if metric in row.get("values", {})]
+        if values and sum(values) > 0:
+            site[field_name] = sum(values) / len(values)
+    count = max(2, min(len(group.episodes) for group in groups)) if groups else scenario.episodes_per_group
+    return scenario.model_copy(
+        update={"site": scenario.site.model_copy(update=site), "episodes_per_group": count}
+    )
 
 
 def recorded_group(group: EpisodeGroup) -> GroupTrace | None:

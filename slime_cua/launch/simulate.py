@@ -11,30 +11,32 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from omegaconf import OmegaConf
+
 from rollout.replay.bound import idle_bound
 from rollout.replay.generate import GeneratedTrace
 from rollout.replay.policies import DEFAULT, OPTIONS, POLICIES
 from rollout.replay.report import comparison, goals, trace_text
 from rollout.replay.scenario import PRESETS, ScenarioConfig
 from rollout.replay.simulate import Replay, simulate
-from rollout.replay.trace import Trace, read_trace
+from rollout.replay.trace import Trace, measured_scenario, read_trace
 from slime_cua.config.base import load, validate
 from slime_cua.core.errors import ConfigError
 
 
 def scenario_and_trace(path: Path | None, preset: str, overrides: list[str]) -> tuple[ScenarioConfig, Trace]:
     """From a scenario YAML, a run directory or episodes JSONL; without a path the preset. Raises ConfigError."""
-    is_scenario = path is not None and path.suffix in (".yaml", ".yml")
-    base = PRESETS[preset]().model_dump(mode="json")
     if path is not None and not path.exists():
         raise ConfigError(f"--trace {path}: there is no such file or folder")
-    if path is not None and is_scenario:
+    if path is not None and path.suffix in (".yaml", ".yml"):
         scenario = load(ScenarioConfig, path, overrides)
     else:
-        from omegaconf import OmegaConf
-
-        base["recorded"] = str(path or "")
-        merged = OmegaConf.merge(OmegaConf.create(base), OmegaConf.from_dotlist(overrides))
+        base = PRESETS[preset]()
+        if path is not None:
+            base = measured_scenario(base, path).model_copy(update={"recorded": str(path), "name": str(path)})
+        merged = OmegaConf.merge(
+            OmegaConf.create(base.model_dump(mode="json")), OmegaConf.from_dotlist(overrides)
+        )
         scenario = validate(ScenarioConfig, OmegaConf.to_container(merged), "command line")
     if scenario.recorded:
         return scenario, read_trace(Path(scenario.recorded))
