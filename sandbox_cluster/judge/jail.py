@@ -10,6 +10,7 @@ import contextlib
 import json
 import math
 import os
+import shlex
 import shutil
 import sys
 from collections.abc import Mapping
@@ -23,6 +24,22 @@ HERE = Path(__file__).parent
 MAX_CHATTER_BYTES = 256 << 10
 MAX_ANSWER_BYTES = 64 << 10
 TREE_GONE_S = 5.0
+
+_BWRAP = shlex.split(
+    """--unshare-user --unshare-ipc --unshare-pid --unshare-net --unshare-uts --unshare-cgroup --disable-userns
+    --die-with-parent --new-session --uid 1000 --gid 1000 --hostname judge
+    --ro-bind /usr /usr --symlink usr/bin /bin --symlink usr/lib /lib --symlink usr/lib64 /lib64
+    --ro-bind-try /etc/ld.so.cache /etc/ld.so.cache --ro-bind-try /etc/localtime /etc/localtime
+    --proc /proc --dev /dev --size 67108864 --tmpfs /tmp --chdir /tmp"""
+)
+_ENVIRONMENT = {
+    "PATH": "/usr/bin:/bin",
+    "HOME": "/tmp",
+    "LANG": "C.UTF-8",
+    "PYTHONDONTWRITEBYTECODE": "1",
+    "OMP_NUM_THREADS": "1",
+    "OPENBLAS_NUM_THREADS": "1",
+}
 
 
 @dataclass(frozen=True)
@@ -130,78 +147,20 @@ class Jail:
         if os.geteuid() == 0:
             uid = config.first_uid + number
             drop = {"user": uid, "group": uid, "extra_groups": []}
-        arguments = [
-            *[
-                "--unshare-user",
-                "--unshare-ipc",
-                "--unshare-pid",
-                "--unshare-net",
-                "--unshare-uts",
-                "--unshare-cgroup",
-            ],
-            *[
-                "--disable-userns",
-                "--die-with-parent",
-                "--new-session",
-                "--uid",
-                "1000",
-                "--gid",
-                "1000",
-                "--hostname",
-                "judge",
-            ],
-            *[
-                "--ro-bind",
-                "/usr",
-                "/usr",
-                "--symlink",
-                "usr/bin",
-                "/bin",
-                "--symlink",
-                "usr/lib",
-                "/lib",
-                "--symlink",
-                "usr/lib64",
-                "/lib64",
-            ],
-            *[
-                "--ro-bind-try",
-                "/etc/ld.so.cache",
-                "/etc/ld.so.cache",
-                "--ro-bind-try",
-                "/etc/localtime",
-                "/etc/localtime",
-            ],
-            *["--proc", "/proc", "--dev", "/dev", "--size", "67108864", "--tmpfs", "/tmp", "--chdir", "/tmp"],
-        ]
-        if config.site:
-            arguments += ["--ro-bind", config.site, "/site"]
+        arguments = [*_BWRAP, *(["--ro-bind", config.site, "/site"] if config.site else [])]
         for name, handle in handles.items():
             arguments += ["--perms", "0444", "--ro-bind-data", str(handle), f"/job/{name}"]
-        arguments += ["--remount-ro", "/"]
-        environment = {
-            "PATH": "/usr/bin:/bin",
-            "HOME": "/tmp",
-            "LANG": "C.UTF-8",
-            "PYTHONDONTWRITEBYTECODE": "1",
-            "OMP_NUM_THREADS": "1",
-            "OPENBLAS_NUM_THREADS": "1",
-            "PYTHONHASHSEED": "0",
-        }
+        program = [config.python, "-I", "-S", "/job/runner.py", str(answer)]
         try:
             return await asyncio.create_subprocess_exec(
                 "bwrap",
                 *arguments,
-                "--",
-                config.python,
-                "-I",
-                "-S",
-                "/job/runner.py",
-                str(answer),
+                *("--remount-ro", "/", "--"),
+                *program,
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=chatter,
                 stderr=chatter,
-                env=environment,
+                env=_ENVIRONMENT,
                 pass_fds=(*handles.values(), answer),
                 start_new_session=True,
                 **drop,
