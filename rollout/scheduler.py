@@ -119,9 +119,19 @@ class Scheduler:
         Longest measured duration first, unknown ones as the mean; a round goes on to shorter ones and new tasks that are
         longer wait for the next round, so each task starts after at most two rounds. Without is_long_first: as drawn.
         """
+        room = min(self.capacity(), len(self.waiting))
+        if not self.options.is_long_first:
+            taken, self.waiting = self.waiting[:room], self.waiting[room:]
+            return taken
+        mean = sum(self.durations_s.values()) / max(1, len(self.durations_s))
+        durations = [self.durations_s.get(task, mean) for task in self.waiting]
         taken = []
-        for _ in range(min(self.capacity(), len(self.waiting))):
-            taken.append(self.waiting.pop(self._next_waiting() if self.options.is_long_first else 0))
+        for _ in range(room):
+            ahead = [duration for duration in durations if duration <= self.round_at_s]
+            self.round_at_s = max(ahead or durations)
+            index = durations.index(self.round_at_s)
+            durations.pop(index)
+            taken.append(self.waiting.pop(index))
         return taken
 
     def record_version(self, group_id: str, version: int) -> None:
@@ -187,14 +197,6 @@ class Scheduler:
         self.version += 1
         self.filtered_this_step = 0
         return self._drop_stale() if self.options.stale == "drop" else []
-
-    def _next_waiting(self) -> int:
-        """Index of the waiting task that starts next; moves the round."""
-        mean = sum(self.durations_s.values()) / max(1, len(self.durations_s))
-        durations = [self.durations_s.get(task, mean) for task in self.waiting]
-        ahead = [duration for duration in durations if duration <= self.round_at_s]
-        self.round_at_s = max(ahead or durations)
-        return durations.index(self.round_at_s)
 
     def _protects(self, task_id: str) -> bool:
         if self.options.stale != "drop":

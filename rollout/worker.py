@@ -106,9 +106,8 @@ class RolloutWorker:
 
     def admit(self) -> None:
         """Draw and start groups up to the scheduler's capacity. Safe at any time."""
-        wanted = min(self.scheduler.num_to_draw(), len(self.tasks))
-        if wanted:
-            self.scheduler.enqueue(self.sampler.sample(wanted))
+        while (wanted := self.scheduler.num_to_draw()) > 0:
+            self.scheduler.enqueue(self.sampler.sample(min(wanted, len(self.tasks))))
         for task_id in self.scheduler.dequeue():
             group_id = f"g{self.scheduler.num_admitted:06d}"
             self.scheduler.admit(group_id, task_id)

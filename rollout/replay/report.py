@@ -78,8 +78,8 @@ def trace_text(trace: Trace, scenario: ScenarioConfig) -> str:
         "|---|---" + "|---" * len(QUANTILES) + "|",
     ]
     for name, values in rows:
-        cells = " | ".join(f"{value:.0f}" for value in quantiles(values))
-        lines.append(f"| {name} | {sum(values) / len(values):.0f} | {cells} |")
+        cells = " | ".join(map(_number, quantiles(values)))
+        lines.append(f"| {name} | {_number(sum(values) / len(values))} | {cells} |")
     return "\n".join(lines)
 
 
@@ -221,6 +221,10 @@ def _lags(replay: Replay) -> str:
     ages = range(max(replay.lag_tokens, default=0) + 1)
     shares = [replay.lag_tokens.get(age, 0) / total for age in ages]
     return " ".join(f"{share:.2f}" for share in shares[:10]) + (" ..." if len(shares) > 10 else "")
+
+
+def _number(value: float) -> str:
+    return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def _ratio(value: float, base: float | None) -> str:
