@@ -22,21 +22,21 @@ def explained(logs: Path) -> Iterator[None]:
     except SlimeCuaError as error:
         _write(logs, error)
         raise
-    except OSError as error:
-        _write(logs, error)
-        raise InfrastructureError(_of_the_system(error, logs)) from error
     except Exception as error:
         where = _write(logs, error)
+        cause = cause_of(error)
+        if is_disk_full(cause):
+            raise InfrastructureError(disk_sentence(cause, logs.parent)) from error
         raise InfrastructureError(
-            f"unexpected {_name(error)}: {_last_line(error)}; the traceback is in {where}; "
+            f"unexpected {type(cause).__name__}: {_last_line(cause)}; the traceback is in {where}; "
             "the same command continues the run once the cause is gone"
         ) from error
 
 
-def disk_sentence(error: OSError, path: str | Path) -> str:
+def disk_sentence(error: BaseException, path: str | Path) -> str:
     """What a full disk means for the person at the terminal."""
-    file = error.filename or path
-    return f"no space is left to write {file} ({error.strerror}): free some, then the same command continues the run"
+    file = getattr(error, "filename", None) or path
+    return f"no space is left to write {file} ({error}): free some, then the same command continues the run"
 
 
 def is_disk_full(error: BaseException) -> bool:
@@ -44,21 +44,15 @@ def is_disk_full(error: BaseException) -> bool:
     return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
-def _of_the_system(error: OSError, logs: Path) -> str:
-    if is_disk_full(error):
-        return disk_sentence(error, logs.parent)
-    return f"{type(error).__name__}: {error}; the traceback is in {logs / FAILURE_LOG}"
-
-
-def _name(error: BaseException) -> str:
+def cause_of(error: BaseException) -> BaseException:
+    """The error that another process raised, where `error` came from one (Ray's errors hold it as `cause`)."""
     cause = getattr(error, "cause", None)
-    return type(cause if isinstance(cause, BaseException) else error).__name__
+    return cause if isinstance(cause, BaseException) else error
 
 
 def _last_line(error: BaseException) -> str:
     """Foreign errors of other processes carry whole tracebacks as text: the last line is the sentence."""
-    cause = getattr(error, "cause", None)
-    lines = str(cause if isinstance(cause, BaseException) else error).strip().splitlines()
+    lines = str(error).strip().splitlines()
     return lines[-1].strip()[:400] if lines else "no message"
 
 

@@ -12,6 +12,7 @@ from types import TracebackType
 from typing import Any
 
 from sandbox_cluster.cluster import LocalCluster
+from sandbox_cluster.providers.preflight import check_machine
 from slime_cua.config.run import RunConfig
 from slime_cua.config.trainer import OptimizerConfig
 from slime_cua.core.errors import ConfigError, InfrastructureError, SlimeCuaError
@@ -88,6 +89,8 @@ class Session:
                     "sandbox.gateway_url is set: put the client's token into SLIME_CUA_GATEWAY_TOKEN"
                 )
             return self.config.sandbox.gateway_url, token
+        if self.config.sandbox.provider == "local":
+            check_machine(self.config.sandbox)
         self.console.say(f"starting a gateway and a host with {self.config.sandbox.num_desktops} desktops")
         self._cluster = LocalCluster(self.config.sandbox, self.run.path / "sandbox")
         self._stack.enter_context(self._cluster)

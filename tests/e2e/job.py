@@ -67,11 +67,13 @@ class Job:
     process: subprocess.Popen[bytes] | None = None
     seen: dict[int, int] = field(default_factory=dict)
     """Start time of every process id that belonged to the run when it was looked at."""
+    run_path: Path | None = None
+    """Where the run directory is, if not in `folder`."""
     mark: str = field(default_factory=lambda: secrets.token_hex(8))
 
     @property
     def run_dir(self) -> Path:
-        return self.folder / "run"
+        return self.run_path or self.folder / "run"
 
     @property
     def output(self) -> str:
@@ -104,11 +106,11 @@ class Job:
             file.seek(self.log_start)
             return file.read().decode(errors="replace")
 
-    def wait_for(self, text: str, timeout_s: float = 120.0) -> None:
+    def wait_for(self, text: str, timeout_s: float = 400.0) -> None:
         """Until the driver has written `text`."""
         self.wait_until(lambda: text in self.log(), f"{text!r} in the log", timeout_s)
 
-    def wait_until(self, is_true: Callable[[], bool], what: str, timeout_s: float = 120.0) -> None:
+    def wait_until(self, is_true: Callable[[], bool], what: str, timeout_s: float = 400.0) -> None:
         end = time.monotonic() + timeout_s
         while not is_true():
             assert self.process is not None and self.process.poll() is None, (
@@ -137,7 +139,7 @@ class Job:
         else:
             self.process.send_signal(number)
 
-    def wait(self, timeout_s: float = 240.0) -> int:
+    def wait(self, timeout_s: float = 600.0) -> int:
         """The exit code; fails, with everything ended, when there is none in time."""
         assert self.process is not None
         try:

@@ -1,0 +1,115 @@
+"""The driver is ended in each phase, its parts are killed one by one: nothing is left, nothing hangs, the run goes on.
+
+SLIME_CUA_ALL_SIGNALS=1 tries all three signals in every phase (about 8 minutes); without it each phase gets one of them.
+"""
+
+import json
+import os
+import signal
+
+import pytest
+
+from slime_cua.core.types import EpisodeGroup
+from tests.e2e.job import Job, ended, write_model, write_tasks
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
+
+PHASES = {
+    "start": "starting Ray",
+    "demonstrations": "collecting 4 demonstrations",
+    "SFT": "cold start: step 1 of",
+    "RL, waiting": "step 1: waiting for episodes",
+    "RL, training": "step 2: training",
+    "evaluation": "evaluating rl on",
+}
+SIGNALS = (signal.SIGKILL, signal.SIGINT, signal.SIGTERM)
+ALL = pytest.mark.skipif(
+    not os.environ.get("SLIME_CUA_ALL_SIGNALS"), reason="SLIME_CUA_ALL_SIGNALS is not set"
+)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return write_model(tmp_path_factory.mktemp("model"))
+
+
+def make_job(folder, model, *overrides):
+    train = write_tasks(folder / "train.jsonl", "train")
+    heldout = write_tasks(folder / "heldout.jsonl", "heldout")
+    return Job(folder, [f"model={model}", f"tasks.train=[{train}]", f"tasks.heldout=[{heldout}]", *overrides])
+
+
+@pytest.mark.parametrize("turn", [0, pytest.param(1, marks=ALL), pytest.param(2, marks=ALL)])
+def test_ended_in_any_phase_by_any_signal_it_leaves_nothing_and_the_same_command_finishes(
+    tmp_path, model, turn
+):
+    job = make_job(
+        tmp_path,
+        model,
+        "sandbox.provider=fake",
+        "trainer.parallel.tp=1",
+        "sft.num_epochs=8",
+        "evaluation.arms=[rl]",
+    )
+    with ended(job):
+        for number, line in enumerate(PHASES.values()):
+            sent = SIGNALS[(number + turn) % len(SIGNALS)]
+            job.start().wait_for(line)
+            job.kill(
+                sent, is_group=sent == signal.SIGINT
+            )  # a terminal's Ctrl-C goes to all processes of the job
+            code = job.wait(60.0)
+            job.assert_nothing_left()
+            assert "Traceback" not in job.output, job.output
+            if sent == signal.SIGKILL:
+                assert code == -signal.SIGKILL
+            else:
+                assert code == 130
+                assert "interrupted; the same command continues where it stopped" in job.output
+        assert job.start().wait() == 0, job.output
+        job.assert_nothing_left()
+    check_finished(job)
+
+
+def check_finished(job):
+    """As if nothing had happened: each step once, each group once, every phase done."""
+    assert set(json.loads((job.run_dir / "phases.json").read_text())) == {"sft", "rl", "eval_rl"}
+    rows = [json.loads(line) for line in (job.run_dir / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows if row["axis"] == "step"] == [1, 2]
+    assert [row["step"] for row in rows if row["axis"] == "sft_step"] == list(range(8))
+    lines = (job.run_dir / "episodes/rl.jsonl").read_text().splitlines()
+    groups = [EpisodeGroup.model_validate_json(line).group_id for line in lines]
+    assert len(set(groups)) == len(groups) >= 4
+    assert not list(job.run_dir.rglob("*unfinished*"))
+
+
+@pytest.mark.desktop
+def test_parts_that_are_killed_come_back_or_end_the_run_with_a_sentence(tmp_path, model):
+    job = make_job(
+        tmp_path, model, "sft.num_episodes=0", "evaluation.arms=[]", "num_steps=500", "save_every=1000"
+    )
+    with ended(job):
+        job.start().wait_for("step 1: reward")
+        second = Job(tmp_path / "second", job.overrides, run_path=job.run_dir)
+        (tmp_path / "second").mkdir()
+        assert second.start().wait(60.0) == 1
+        assert f"another run is at work in {job.run_dir}: wait, end it, or set run_dir" in second.sentence()
+        for part in ("sandbox_cluster.gateway", "sandbox_cluster.host", "rollout.embedded"):
+            (pid,) = job.pids_of(f"-m {part}")
+            os.kill(pid, signal.SIGKILL)
+            done = last_step(job)
+            job.wait_until(lambda part=part, pid=pid: set(job.pids_of(f"-m {part}")) - {pid}, f"new {part}")
+            job.wait_until(
+                lambda done=done: last_step(job) >= done + 3, f"three more steps after the end of {part}"
+            )
+        rank = job.pids_of("ray::TrainerActor")[0]
+        os.kill(rank, signal.SIGKILL)
+        assert job.wait(120.0) == 1
+        assert "a trainer rank died" in job.sentence() and "logs/trainer_*.log" in job.sentence()
+        job.assert_nothing_left()
+
+
+def last_step(job):
+    """The last step that the driver told of."""
+    lines = [line for line in job.log().splitlines() if ": reward " in line]
+    return int(lines[-1].split("step ")[1].split(":")[0])
