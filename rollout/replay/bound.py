@@ -25,9 +25,9 @@ by length. So even a schedule that knows all durations and may hold any group ba
 
 **Machines.** The desktops' time of the groups over the number of desktops, and their tokens over the engines' best rate.
 
-Where step times differ, s is the longest step that the groups within reach could make: more time passes in steps than can,
-so the waiting is still bounded from below. Groups at hand at the end: at most (K + L) * B, of which K * B are trained; the
-least favourable choice for the bound is taken.
+Where step times differ, s is the longest step that the groups within reach could make: longer steps leave less to wait for,
+so the bound stays below. K steps can have started at most the first (K + L) * B draws, and as many more as are held back;
+any K * B of these may be the trained ones, and the bound takes the shortest.
 """
 
 from __future__ import annotations
@@ -109,16 +109,16 @@ def least_waiting_any_order(
     return math.fsum(max(0.0, d - max_lag * step_s) for d in longest_of_batches) / (max_lag + 1)
 
 
-def idle_bound(trace: Trace, scenario: ScenarioConfig, max_lag: int) -> IdleBound:
-    """The bounds for `scenario.num_steps` steps of the trace."""
+def idle_bound(trace: Trace, scenario: ScenarioConfig, max_lag: int, num_held: int = 0) -> IdleBound:
+    """The bounds for `scenario.num_steps` steps of the trace; num_held: draws that a schedule may hold back."""
     per_step, num_steps, site = scenario.groups_per_step, scenario.num_steps, scenario.site
-    groups = drawn_groups(trace, (num_steps + max_lag) * per_step)
+    groups = drawn_groups(trace, (num_steps + max_lag) * per_step + num_held)
     spans = [nominal_s(group, scenario) for group in groups]
-    steps = _longest_steps(groups, trace, scenario, max_lag)
+    steps, longest = _longest_steps(groups, trace, scenario, max_lag)
     train_s = num_steps * (site.step_s + site.publish_s)
     return IdleBound(
-        in_order_s=_in_order(spans, steps, per_step, max_lag),
-        any_order_s=least_waiting_any_order(spans, num_steps, per_step, max_lag, max(steps)),
+        in_order_s=_in_order(spans[: (num_steps + max_lag) * per_step], steps, per_step, max_lag),
+        any_order_s=least_waiting_any_order(spans, num_steps, per_step, max_lag, longest),
         machines_s=max(0.0, _machines_s(groups, scenario) - train_s),
         train_s=train_s,
     )
@@ -139,16 +139,18 @@ def _in_order(spans: Sequence[float], steps: Sequence[float], per_step: int, max
 
 def _longest_steps(
     groups: Sequence[GroupTrace], trace: Trace, scenario: ScenarioConfig, max_lag: int
-) -> list[float]:
-    """For each step the longest that it could be: over the most tokens of the groups that may be in it."""
+) -> tuple[list[float], float]:
+    """The longest that each step could be when groups start in order, and that any step could be in any order."""
     mean, per_step, site = mean_step_tokens(trace, scenario), scenario.groups_per_step, scenario.site
     tokens = [group_tokens(group, scenario.episodes_per_group) for group in groups]
-    longest = []
-    for step in range(scenario.num_steps):
-        within = tokens[max(0, step - max_lag) * per_step : (step + max_lag + 1) * per_step]
-        most = sum(heapq.nlargest(per_step, within))
-        longest.append(step_seconds(site, most, mean) + site.publish_s)
-    return longest
+
+    def longest(within: Sequence[int]) -> float:
+        return step_seconds(site, sum(heapq.nlargest(per_step, within)), mean) + site.publish_s
+
+    reach = [
+        slice(max(0, k - max_lag) * per_step, (k + max_lag + 1) * per_step) for k in range(scenario.num_steps)
+    ]
+    return [longest(tokens[within]) for within in reach], longest(tokens)
 
 
 def _machines_s(groups: Sequence[GroupTrace], scenario: ScenarioConfig) -> float:

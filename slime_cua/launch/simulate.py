@@ -58,7 +58,8 @@ def compare(scenario: ScenarioConfig, trace: Trace, names: list[str]) -> str:
     """The whole report of a comparison, Markdown."""
     replays: list[Replay] = [simulate(trace, scenario, POLICIES[name]) for name in names]
     lags = {r.policy.max_lag for r in replays if r.policy.max_lag is not None and r.policy.has_no_discard}
-    bounds = {lag: idle_bound(trace, scenario, lag) for lag in sorted(lags)}
+    num_held = max(replay.policy.options.num_ahead_groups for replay in replays)
+    bounds = {lag: idle_bound(trace, scenario, lag, num_held) for lag in sorted(lags)}
     parts = [trace_text(trace, scenario), comparison(replays, bounds), goals(replays, bounds)]
     return "\n\n".join(part for part in parts if part)
 
