@@ -250,7 +250,7 @@ def _take(draft: _Draft, meta: dict[str, Any], budget: int) -> str:
     draft.ids.extend(int(triple[1]) for triple in triples)
     draft.logp.extend(float(triple[0]) for triple in triples)
     draft.versions.extend([version] * len(triples))
-    draft.num_pieces += 1
+    draft.num_pieces += bool(triples)
     reason = str(meta["finish_reason"]["type"])
     return "length" if reason == "abort" and len(draft.ids) >= budget else reason
 

@@ -154,13 +154,13 @@ class EngineFleet:
     def stop(self) -> None:
         """End all engines, also those that are just starting."""
         self._stopping.set()
-        for member in self._members:
-            member.handle.stop()
-        for thread in self._threads:
-            if thread.is_alive():
-                thread.join()
-        for member in self._members:
-            member.handle.stop()
+        while True:
+            for member in self._members:
+                member.handle.stop()
+            watching = [thread for thread in self._threads if thread.is_alive()]
+            if not watching:
+                return
+            watching[0].join(timeout=0.2)
 
     def serving(self) -> tuple[str, ...]:
         """URLs of the engines that may get requests: alive, with the current weights."""

@@ -25,7 +25,7 @@ from tests.contract.conftest import ENGINE_CONFIG
 from tests.contract.engine_requests import generate, png, post, processor_of, text_ids
 
 SAMPLING = SamplingConfig(temperature=1.0, max_response_tokens=12)
-LONG = SamplingConfig(temperature=0.2, max_response_tokens=1000)
+LONG = SamplingConfig(temperature=0.2, max_response_tokens=700)
 """Cold, so that random weights seldom sample a stop."""
 
 
@@ -224,14 +224,14 @@ async def wait_for(condition: Callable[[], bool], timeout_s: float = 30) -> None
 
 
 def next_long(url: str, sampling: SamplingConfig) -> list[int]:
-    """A prompt whose response under seed 9 is at least 800 tokens, so that there is time to interrupt it."""
+    """A prompt whose response under seed 9 is at least 500 tokens, so that there is time to interrupt it."""
     stop = [processor_of(url).image_token_id]
     for attempt in range(50):
         ids = text_ids(500 + attempt, 7)
         answer = generate(
-            url, ids, sampling_seed=9, max_new_tokens=800, stop_token_ids=stop, ignore_eos=False,
+            url, ids, sampling_seed=9, max_new_tokens=500, stop_token_ids=stop, ignore_eos=False,
             temperature=sampling.temperature,
         )  # fmt: skip
-        if len(answer["output_ids"]) == 800:
+        if len(answer["output_ids"]) == 500:
             return ids
     raise AssertionError("no long response found")
