@@ -182,7 +182,7 @@ class Engine:
             for request in list(self._running):
                 self._running.remove(request)
                 request.kv = None
-                request.on_finish(error)
+                request.on_finish(RuntimeError(f"the engine's step failed: {error!r}"))
 
     def _admit(self) -> None:
         with self._wake:

@@ -117,7 +117,7 @@ class PublishRound:
 
 
 def write_version(root: Path, version: int, shards: Iterable[list[NamedTensor]], *, keep: int) -> Path:
-    """Write root/v<version> (safetensors and index) whole or not at all; older ones than the last `keep` go."""
+    """Write root/v<version> (safetensors and index) whole or not at all; all but the `keep` last written go."""
     final, partial = root / f"v{version}", root / f".v{version}.partial"
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
@@ -131,7 +131,8 @@ def write_version(root: Path, version: int, shards: Iterable[list[NamedTensor]],
     shutil.rmtree(final, ignore_errors=True)
     partial.rename(final)
     fsync_folder(root)
-    versions = sorted(int(path.name[1:]) for path in root.glob("v*") if path.name[1:].isdigit())
-    for old in versions[:-keep]:
-        shutil.rmtree(root / f"v{old}", ignore_errors=True)
+    written = sorted(root.glob("v*"), key=lambda path: path.stat().st_mtime_ns)
+    for old in written[:-keep]:
+        if old != final:
+            shutil.rmtree(old, ignore_errors=True)
     return final

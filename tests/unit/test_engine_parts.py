@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import socket
 from dataclasses import replace
 
 import numpy as np
@@ -11,6 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rollout.embedded.checks import listen
 from rollout.embedded.names import find_tensor
 from rollout.embedded.prefix import PrefixPool, Sequence
 from rollout.embedded.prompt import build_prompt, common_prefix
@@ -175,6 +177,12 @@ def test_experts_of_a_checkpoint_are_views_into_the_fused_tensors() -> None:
 def present(tensor: torch.Tensor | None) -> torch.Tensor:
     assert tensor is not None
     return tensor
+
+
+def test_the_servers_small_answers_are_sent_at_once() -> None:
+    """asyncio turns Nagle's algorithm off only where the socket says that it is TCP; else each answer waits 40 ms."""
+    with listen("127.0.0.1", 0) as listener:
+        assert listener.proto == socket.IPPROTO_TCP
 
 
 def test_losing_an_engine_moves_only_its_own_sessions() -> None:

@@ -128,6 +128,14 @@ def test_an_engine_that_still_has_the_old_prefix_after_an_update_is_paused_again
     assert stale.asked[-1] == "/pause_generation"
 
 
+def test_a_run_that_went_back_to_an_older_version_keeps_what_it_just_wrote(tmp_path: Path) -> None:
+    publisher = DiskPublisher(tmp_path, keep=2)
+    for version in (8, 9, 3):
+        report = publisher.publish(WEIGHTS.items(), version, [])
+        assert report.folder is not None and report.folder.is_dir()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["v3", "v9"]
+
+
 def test_a_dead_engine_is_named_and_the_stream_is_still_read_to_its_end(tmp_path: Path) -> None:
     read: list[str] = []
 
