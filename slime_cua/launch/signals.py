@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 import signal
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
+DEAF_S = 60.0
+"""So long after a signal further ones are passed over: a second Ctrl-C does not cut the clean-up short."""
+
 
 @contextmanager
 def interrupt_on_signals() -> Iterator[None]:
-    """KeyboardInterrupt in the main thread on SIGTERM and SIGHUP, for the length of the block. A second one is passed over."""
-    is_ending = False
+    """KeyboardInterrupt in the main thread on SIGINT, SIGTERM and SIGHUP, for the length of the block.
+
+    One that comes more than DEAF_S after the last is heard again: the first may have been lost in foreign code.
+    """
+    heard = float("-inf")
 
     def interrupt(number: int, frame: FrameType | None) -> None:
-        nonlocal is_ending
-        if not is_ending:
-            is_ending = True
+        nonlocal heard
+        if time.monotonic() - heard > DEAF_S:
+            heard = time.monotonic()
             raise KeyboardInterrupt
 
     before = {

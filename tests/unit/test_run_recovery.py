@@ -19,6 +19,7 @@ from slime_cua.launch.children import descendants, no_child_left
 from slime_cua.launch.failures import FAILURE_LOG, explained
 from slime_cua.launch.ray_runtime import remove_abandoned, temporary_folder
 from slime_cua.launch.rollout_actor import roll_back
+from slime_cua.launch.signals import interrupt_on_signals
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -214,3 +215,15 @@ def test_a_run_that_will_not_fit_on_its_disk_is_refused(tmp_path):
         PreflightError, match=r"MiB free, this run needs about \d+: free some, or set run_dir"
     ):
         preflight.check_disk(tmp_path, tmp_path)
+
+
+def test_a_second_signal_does_not_cut_the_clean_up_short():
+    cleaned = []
+    with pytest.raises(KeyboardInterrupt), interrupt_on_signals():
+        try:
+            signal.raise_signal(signal.SIGTERM)
+        finally:
+            signal.raise_signal(signal.SIGINT)
+            signal.raise_signal(signal.SIGHUP)
+            cleaned.append("all")
+    assert cleaned == ["all"]
