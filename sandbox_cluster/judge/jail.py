@@ -27,7 +27,7 @@ TREE_GONE_S = 5.0
 
 _BWRAP = shlex.split(
     """--unshare-user --unshare-ipc --unshare-pid --unshare-net --unshare-uts --unshare-cgroup --disable-userns
-    --die-with-parent --new-session --uid 1000 --gid 1000 --hostname judge
+    --die-with-parent --as-pid-1 --new-session --uid 1000 --gid 1000 --hostname judge
     --ro-bind /usr /usr --symlink usr/bin /bin --symlink usr/lib /lib --symlink usr/lib64 /lib64
     --ro-bind-try /etc/ld.so.cache /etc/ld.so.cache --ro-bind-try /etc/localtime /etc/localtime
     --proc /proc --dev /dev --size 67108864 --tmpfs /tmp --chdir /tmp"""

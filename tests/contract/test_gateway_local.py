@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from pydantic import TypeAdapter
 
@@ -121,3 +122,19 @@ async def test_one_desktop_sees_nothing_of_another(client: SandboxClient) -> Non
         for path in ("/home/user/secret", "/tmp/secret"):
             with pytest.raises(SandboxError, match="not_found"):
                 await two.read_file(path)
+
+
+async def test_the_host_collects_the_orphans_of_ended_sandboxes(
+    cluster: LocalCluster, client: SandboxClient
+) -> None:
+    assert cluster.host is not None
+    for number in range(4):
+        async with client.lease(key=f"orphan-{number}") as sandbox:
+            await sandbox.step([])
+    host = psutil.Process(cluster.host.process.pid)
+    for _ in range(100):
+        zombies = [one.pid for one in host.children() if one.status() == psutil.STATUS_ZOMBIE]
+        if not zombies:
+            break
+        await asyncio.sleep(0.1)
+    assert zombies == []
