@@ -26,7 +26,7 @@ LOOK_AGAIN_S = 1.0
 QUARANTINE_AFTER = 3
 """Failed boots of a slot in a row."""
 QUARANTINE_S = 30.0
-MAX_QUARANTINE_S = 600.0
+MAX_QUARANTINE_S = 120.0
 BACKOFF_S = 0.5
 
 

@@ -87,7 +87,7 @@ def test_a_failing_slot_is_set_aside_for_longer_and_longer() -> None:
     for _ in range(12):
         slot.failed()
         waits.append(round(slot.not_before_mono - time.monotonic()))
-    assert waits[:6] == [0, 0, 30, 60, 120, 240] and waits[-1] == MAX_QUARANTINE_S
+    assert waits[:6] == [0, 0, 30, 60, 120, 120] and waits[-1] == MAX_QUARANTINE_S
 
 
 def record(lease_id: str, **more: object) -> LeaseRecord:
