@@ -153,6 +153,17 @@ async def test_post_configuration_runs_before_the_judge(desktop: Desktop) -> Non
     ).score == 1.0
 
 
+async def test_a_kept_output_and_the_screen_size_can_be_judged(desktop: Desktop) -> None:
+    post = [{"type": "execute", "parameters": {"command": "echo kept", "shell": True, "stdout": "out.txt"}}]
+    code = "def call_rule_judge_1(result, expected):\n    return float(open(result).read() == 'kept\\n' and expected['width'] == 64)"
+    item = {
+        "result_getter": {"type": "cache_file", "path": "out.txt"},
+        "expected_getter": {"type": "vm_screen_size"},
+        "code": code,
+    }
+    assert (await score(desktop, {"judges": [item], "postconfig": post})).score == 1.0
+
+
 METRICS: list[tuple[str, Any, Any, dict[str, Any], float]] = [
     ("exact_match", "a", {"expected": "a"}, {}, 1.0),
     ("match_in_list", "a", {"expected": ["b", "a"]}, {}, 1.0),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -79,3 +80,19 @@ async def test_a_local_path_that_was_not_made_inline_is_refused(desktop: Desktop
         await setup().run(
             desktop, [step("upload_file", files=[{"path": "/a", "local_path": "/etc/passwd"}])], 5.0
         )
+
+
+async def _answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    await reader.readuntil(b"\r\n\r\n")
+    writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 5\r\nconnection: close\r\n\r\nbytes")
+    await writer.drain()
+    writer.close()
+
+
+async def test_an_allowed_download_lands_on_the_desktop(desktop: Desktop) -> None:
+    server = await asyncio.start_server(_answer, "127.0.0.1", 0)
+    url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/"
+    files = [{"url": f"{url}a.bin", "path": "/home/user/a.bin"}]
+    async with server:
+        await Setup(lambda _: None, allowed_urls=(url,)).run(desktop, [step("download", files=files)], 10.0)
+    assert await desktop.get_file("/home/user/a.bin") == b"bytes"
