@@ -52,7 +52,7 @@ async def test_until_is_tried_again_and_bounded(desktop: Desktop) -> None:
 
 async def test_a_never_true_until_ends_at_the_deadline(desktop: Desktop) -> None:
     start = time.monotonic()
-    with pytest.raises(SandboxError, match="did not end: the set-up has 0.5 s"):
+    with pytest.raises(SandboxError, match=r"did not end: the set-up has 0\.5 s"):
         await setup().run(
             desktop, [step("execute", command="echo x", shell=True, until={"stdout": "y"})], 0.5
         )
