@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from slime_cua.core.errors import InfrastructureError, PreflightError
+from slime_cua.launch.signals import kept_handlers
 
 FORWARDED = re.compile(
     r"^(NCCL_|GLOO_|SLIME_CUA_|TORCH_|NVSHMEM_|HF_HUB_OFFLINE$|OMP_NUM_THREADS$|CUDA_DEVICE_)"
@@ -66,13 +67,14 @@ def ray_runtime(
             options = {"num_cpus": 64, "object_store_memory": OBJECT_STORE_BYTES, "_temp_dir": str(folder)}
         stack.callback(ray.shutdown)
         try:
-            ray.init(
-                address=address,
-                include_dashboard=False,
-                log_to_driver=False,
-                logging_level=logging.ERROR,
-                **options,
-            )
+            with kept_handlers():
+                ray.init(
+                    address=address,
+                    include_dashboard=False,
+                    log_to_driver=False,
+                    logging_level=logging.ERROR,
+                    **options,
+                )
         except (ConnectionError, RuntimeError, TimeoutError) as error:
             where = (
                 f"the Ray cluster RAY_ADDRESS={address} cannot be joined" if address else "Ray did not start"

@@ -8,8 +8,21 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
+SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
 DEAF_S = 60.0
 """So long after a signal further ones are passed over: a second Ctrl-C does not cut the clean-up short."""
+
+
+@contextmanager
+def kept_handlers() -> Iterator[None]:
+    """Handlers are after the block what they were before: joining Ray puts its own, in Python and below it."""
+    before = {number: signal.getsignal(number) for number in SIGNALS}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            if handler is not None:
+                signal.signal(number, handler)
 
 
 @contextmanager
@@ -26,9 +39,7 @@ def interrupt_on_signals() -> Iterator[None]:
             heard = time.monotonic()
             raise KeyboardInterrupt
 
-    before = {
-        number: signal.signal(number, interrupt) for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
-    }
+    before = {number: signal.signal(number, interrupt) for number in SIGNALS}
     try:
         yield
     finally:

@@ -64,7 +64,7 @@ def test_ended_in_any_phase_by_any_signal_it_leaves_nothing_and_the_same_command
             if sent == signal.SIGKILL:
                 assert code == -signal.SIGKILL
             else:
-                assert code == 130
+                assert code == 130, job.output
                 assert "interrupted; the same command continues where it stopped" in job.output
         assert job.start().wait() == 0, job.output
         job.assert_nothing_left()
