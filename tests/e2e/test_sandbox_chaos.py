@@ -43,7 +43,7 @@ class Chaos:
     to_gateway: BreakingProxy
     to_host: BreakingProxy
     random: random.Random
-    workers: list[asyncio.Task[None]]
+    workers: list[Worker]
     happened: Counter[str] = field(default_factory=Counter)
     children: dict[int, float] = field(default_factory=dict)
 
@@ -145,7 +145,7 @@ class Chaos:
         return name
 
     async def lose_client(self) -> str:
-        self.random.choice(self.workers).cancel("lost")
+        self.random.choice(self.workers).lost.set()
         return "client lost"
 
     async def fill_disk(self) -> str:
@@ -172,26 +172,32 @@ class Chaos:
         return "gateway's port taken"
 
 
-async def worker(number: int, make_client: Callable[[], SandboxClient], ledger: Ledger) -> None:
-    """Episodes one after another. When it is lost its client goes without a word: nothing is released."""
-    count = 0
-    while True:
-        client = make_client()
-        playing = asyncio.ensure_future(
-            episode(client, f"w{number}-{count}-{random.getrandbits(48):x}", ledger)
-        )
-        count += 1
-        try:
-            await asyncio.wait({playing})
-            playing.result()
-        except asyncio.CancelledError as error:
-            await client.close()
-            playing.cancel()
-            await asyncio.gather(playing, return_exceptions=True)
-            if error.args != ("lost",):
-                raise
-            ledger.outcomes["client lost"] += 1
-        await client.close()
+class Worker:
+    """Plays episodes one after another. When it is lost its client goes without a word: nothing is released."""
+
+    def __init__(self, number: int, make_client: Callable[[], SandboxClient], ledger: Ledger) -> None:
+        self._name, self._make_client, self._ledger = f"w{number}", make_client, ledger
+        self.lost = asyncio.Event()
+        self.task = asyncio.ensure_future(self._run())
+
+    async def _run(self) -> None:
+        while True:
+            self.lost.clear()
+            client = self._make_client()
+            name = f"{self._name}-{random.getrandbits(48):x}"
+            playing = asyncio.ensure_future(episode(client, name, self._ledger))
+            losing = asyncio.ensure_future(self.lost.wait())
+            try:
+                await asyncio.wait({playing, losing}, return_when=asyncio.FIRST_COMPLETED)
+                if playing.done():
+                    playing.result()
+                else:
+                    self._ledger.outcomes["client lost"] += 1
+            finally:
+                await client.close()
+                for task in (playing, losing):
+                    task.cancel()
+                await asyncio.gather(playing, losing, return_exceptions=True)
 
 
 def config_of(provider: str) -> SandboxConfig:
@@ -267,9 +273,7 @@ async def test_nothing_leaks_lies_or_acts_twice(provider: str, tmp_path: Path) -
             to_gateway.target = cluster.gateway.port
             url = f"http://127.0.0.1:{to_gateway.port}"
             workers = [
-                asyncio.create_task(
-                    worker(number, lambda: SandboxClient(url, cluster.token, config, ttl_s=TTL_S), ledger)
-                )
+                Worker(number, lambda: SandboxClient(url, cluster.token, config, ttl_s=TTL_S), ledger)
                 for number in range(NUM_WORKERS)
             ]
             chaos = Chaos(cluster, to_gateway, to_host, random.Random(SEED), workers)
@@ -277,14 +281,14 @@ async def test_nothing_leaks_lies_or_acts_twice(provider: str, tmp_path: Path) -
                 for _ in range(NUM_EVENTS):
                     await asyncio.sleep(chaos.random.uniform(0.1, 0.5))
                     await chaos.attack()
-                    assert not [one for one in workers if one.done()], ledger
+                    assert not [one for one in workers if one.task.done()], ledger
                 to_gateway.armed.clear()
                 to_host.armed.clear()
                 assert await still_works(ledger), "no episode is valid after the last event"
             finally:
                 for one in workers:
-                    one.cancel()
-                await asyncio.gather(*workers, return_exceptions=True)
+                    one.task.cancel()
+                await asyncio.gather(*(one.task for one in workers), return_exceptions=True)
             print(
                 f"seed {SEED}: {dict(chaos.happened)}; met {dict(to_gateway.met + to_host.met)}; {dict(ledger.outcomes)}"
             )
