@@ -7,7 +7,6 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 torch_pin=torch==2.13.0
-triton_pin=triton==3.6.0
 python=${SLIME_CUA_PYTHON:-python3}
 say() { printf '\033[1m[env]\033[0m %s\n' "$*"; }
 die() { printf '[env] error: %s\n' "$*" >&2; exit 1; }
@@ -41,26 +40,25 @@ if [ ! -x .venv/bin/pip ]; then
   "$python" -m venv .venv || die "no venv module: apt-get install python3-venv, or set SLIME_CUA_PYTHON"
 fi
 pip=(.venv/bin/python -m pip --disable-pip-version-check)
-"${pip[@]}" install -q --upgrade pip "setuptools<81" wheel
+install() {
+  "${pip[@]}" install -q "$@" >>.venv/pip.log 2>&1 || { tail -n 15 .venv/pip.log >&2; die "pip could not install $*: see .venv/pip.log"; }
+}
+install --upgrade pip "setuptools<81" wheel
 if ! .venv/bin/python -c 'import torch' 2>/dev/null; then
   if command -v nvidia-smi >/dev/null && nvidia-smi -L >/dev/null 2>&1; then
     say "a GPU is here: installing $torch_pin as pip resolves it (a CUDA build, about 3 GB to download)"
-    "${pip[@]}" install -q "$torch_pin" numpy
+    install "$torch_pin" numpy
   elif "${pip[@]}" install --dry-run --quiet --ignore-installed --report - "$torch_pin" 2>/dev/null | grep -qiE '"name": *"(nvidia|cuda)'; then
     index=${SLIME_CUA_TORCH_INDEX:-https://download.pytorch.org/whl/cpu}
     say "installing the CPU build of $torch_pin from $index (about 200 MB to download)"
-    "${pip[@]}" install -q --index-url "$index" "$torch_pin" || die "no CPU torch at $index: set SLIME_CUA_TORCH_INDEX"
+    install --index-url "$index" "$torch_pin"
   else
     say "installing the CPU build of $torch_pin (about 200 MB to download)"
-    "${pip[@]}" install -q "$torch_pin"
+    install "$torch_pin"
   fi
 fi
 say "installing the pinned Python packages of requirements/cpu.lock (about 500 MB to download)"
-"${pip[@]}" install -q -r requirements/cpu.lock
-"${pip[@]}" install -q --no-deps --no-build-isolation -e .
-if ! .venv/bin/python -c 'import triton' 2>/dev/null && [ ! -d .venvs/triton/triton ]; then
-  say "installing $triton_pin beside .venv: tests run the GPU kernels in its interpreter (about 200 MB to download)"
-  "${pip[@]}" install -q --no-deps --target .venvs/triton "$triton_pin" || say "no $triton_pin for this machine: those tests are skipped"
-fi
+install -r requirements/cpu.lock
+install --no-deps --no-build-isolation -e .
 printf '%s' "$stamp" > "$mark"
 say "ready: .venv/bin/slime-cua --help"
