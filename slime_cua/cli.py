@@ -8,7 +8,10 @@ from collections.abc import Callable
 COMMANDS: dict[str, tuple[str, str]] = {
     "train": ("slime_cua.train:main", "train a policy: cold start, asynchronous RL, evaluation, export"),
     "sandbox": ("sandbox_cluster.cli:main", "gateway and host agents for desktops"),
-    "simulate": ("slime_cua.launch.simulate:main", "replay a trace under several schedules on a virtual clock"),
+    "simulate": (
+        "slime_cua.launch.simulate:main",
+        "replay a trace under several schedules on a virtual clock",
+    ),
     "tasks": ("sandbox_cluster.tasks.cli:main", "check task files"),
     "convert": ("slime_cua.launch.convert:main", "Megatron checkpoints to Hugging Face and back"),
     "doctor": ("slime_cua.launch.doctor:main", "what this machine has and lacks"),

@@ -39,7 +39,10 @@ def rank_of(room: str) -> int:
 def modules() -> list[tuple[str, Path]]:
     roots = ("slime_cua", "rollout", "sandbox_cluster", "megatron_patches")
     files = [path for root in roots for path in sorted((ROOT / root).rglob("*.py"))]
-    return [(".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"), path) for path in files]
+    return [
+        (".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"), path)
+        for path in files
+    ]
 
 
 def imports_of(path: Path) -> list[str]:
