@@ -130,11 +130,22 @@ POLICIES: dict[str, Policy] = {
     "ours_1": ours(1),
     "ours_2": ours(2),
     "ours_4": ours(4),
+    "ours_1_ahead_16": ours(1, "ours, lag 1, 16 drawn ahead", num_ahead_groups=16),
     "ours_1_ahead": ours(1, "ours, lag 1, 64 drawn ahead", num_ahead_groups=64),
     "ours_mask": ours(1, "ours, lag 1, mask", stale="mask"),
     "ours_drop": ours(1, "ours, lag 1, drop", stale="drop"),
     "ours_oversample": ours(1, "ours, lag 1, 2 extra episodes", num_extra_episodes=2),
     "ours_early_close": ours(1, "ours, lag 1, close at 2x median", close_factor=2.0),
 }
-DEFAULT = ("sync", "one_step_off", "unbounded", "discard", "ours_1", "ours_1_ahead", "ours_2", "ours_4")
+DEFAULT = (
+    "sync",
+    "one_step_off",
+    "unbounded",
+    "discard",
+    "ours_1",
+    "ours_1_ahead_16",
+    "ours_1_ahead",
+    "ours_2",
+    "ours_4",
+)
 OPTIONS = ("ours_mask", "ours_drop", "ours_oversample", "ours_early_close")
