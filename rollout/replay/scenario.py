@@ -30,8 +30,8 @@ class SiteConfig(ConfigModel):
 
 
 class TasksConfig(ConfigModel):
-    """How long tasks take. Fitted to: episodes of 20 s to 40 min, at most 50 turns (given), and to the published gain of
-    decoupled over synchronous collection, 1.9 (DART-GUI). What is not published is assumed and said so.
+    """How long tasks take. Fitted to: episodes of 20 s to 40 min, at most 50 turns (given), and to the published gain in use of
+    desktops of decoupled over synchronous collection, 5.5 (DART-GUI). What is not published is assumed and said so.
 
     Duration (first observation to last action) = exp(N(log median, task_sigma) + N(0, episode_sigma)), redrawn outside
     [min_s, max_s]: the task's part is the same for all its episodes. Turns = duration / turn time. Sampled tokens are
