@@ -51,6 +51,9 @@ def ray_runtime(
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault(
+        "RAY_worker_niceness", "0"
+    )  # 15 by default: on CPU the trainer would starve beside engines
+    os.environ.setdefault(
         "SPT_NOENV", "1"
     )  # a process that sets its title keeps its environment readable: launch.guardian
     import ray
