@@ -13,6 +13,13 @@ TTY_EVERY_S = 1.0
 LOG_EVERY_S = 15.0
 
 
+class _QuietFile(logging.FileHandler):
+    """A log that cannot be written, on a full disk say, is no reason for tracebacks at the terminal."""
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        return
+
+
 class Console:
     """Prints with the time since the start. Progress lines overwrite themselves on a terminal and are rare in a log.
 
@@ -33,7 +40,7 @@ class Console:
     @contextlib.contextmanager
     def record(self, path: Path) -> Iterator[None]:
         """Lines go to the file `path`, too, with the warnings of our packages, for the length of the block."""
-        handler = logging.FileHandler(path)
+        handler = _QuietFile(path)
         handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
         self._log = logging.getLogger("slime_cua.console")
         self._log.setLevel(logging.INFO)

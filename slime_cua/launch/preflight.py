@@ -11,13 +11,15 @@ from pathlib import Path
 
 from sandbox_cluster.tasks.loader import load_tasks
 from slime_cua.config.run import RunConfig
-from slime_cua.core.errors import ConfigError, PreflightError
+from slime_cua.core.errors import ConfigError, InfrastructureError, PreflightError
 from slime_cua.core.types import Task
 from slime_cua.trainer.layouts import check_divisibility
 
 MODEL_FILES = ("config.json", "tokenizer.json", "preprocessor_config.json")
 BASE_BYTES = 256 << 20
 """Screenshots, episodes and logs of a small run."""
+LEAST_BYTES = 4 << 20
+"""Less than that is a full disk."""
 BYTES_PER_PARAMETER = 52
 """Three checkpoints (weights, master weights, two moments: 12 to 16 bytes each) and an export or two."""
 
@@ -65,6 +67,18 @@ def check_disk(run_dir: Path, model: Path) -> None:
     if free < needed:
         raise PreflightError(
             f"{run_dir} has {free >> 20} MiB free, this run needs about {needed >> 20}: free some, or set run_dir"
+        )
+
+
+def check_room(run_dir: Path) -> None:
+    """InfrastructureError when the disk of a run that is at work is full.
+
+    Looked at while it runs: what writes there (gateway, store, screenshots) would fail one retry after the other.
+    """
+    free = shutil.disk_usage(run_dir).free
+    if free < LEAST_BYTES:
+        raise InfrastructureError(
+            f"no space is left on the disk of {run_dir} ({free >> 20} MiB): free some, then the same command continues the run"
         )
 
 

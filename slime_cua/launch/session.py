@@ -22,7 +22,7 @@ from slime_cua.launch.console import Console
 from slime_cua.launch.engines import make_fleet
 from slime_cua.launch.failures import explained
 from slime_cua.launch.guardian import Guardian
-from slime_cua.launch.preflight import check_disk, check_inputs
+from slime_cua.launch.preflight import check_disk, check_inputs, check_room
 from slime_cua.launch.ray_runtime import explain_loss, ray_runtime
 from slime_cua.launch.run_dir import RunDir
 from slime_cua.launch.trainer_group import RayTrainerGroup
@@ -152,6 +152,7 @@ class Session:
             self.console.progress(f"{what}: {done} of {total}" if total else what)
             if self._cluster is not None:
                 self._cluster.check()
+            check_room(self.run.path)
             meanwhile()
             if num_ended != num_before:
                 num_before, moved = num_ended, time.monotonic()
