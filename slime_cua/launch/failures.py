@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import shutil
 import time
 import traceback
 from collections.abc import Iterator
@@ -10,6 +11,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from slime_cua.core.errors import InfrastructureError, SlimeCuaError
+from slime_cua.launch.preflight import LEAST_BYTES
 
 FAILURE_LOG = "failure.log"
 
@@ -21,6 +23,8 @@ def explained(logs: Path) -> Iterator[None]:
         yield
     except SlimeCuaError as error:
         _write(logs, error)
+        if "space is left" not in str(error) and shutil.disk_usage(logs).free < LEAST_BYTES:
+            raise InfrastructureError(disk_sentence(error, logs.parent)) from error
         raise
     except Exception as error:
         where = _write(logs, error)
