@@ -115,9 +115,16 @@ def _check(
         )
     if not (temperature > 0 and temperature < float("inf")):
         raise ValueError(f"temperature {temperature} must be a positive number")
-    if main_grad is not None and main_grad.shape != weight_VH.shape:
+    if main_grad is not None and (
+        main_grad.shape != weight_VH.shape or not main_grad.dtype.is_floating_point
+    ):
         raise ValueError(
-            f"main_grad {tuple(main_grad.shape)} must have the weight's shape {tuple(weight_VH.shape)}"
+            f"main_grad {main_grad.dtype} {tuple(main_grad.shape)} must hold floats and have the weight's shape {tuple(weight_VH.shape)}"
         )
+    for name, other in {"weight_VH": weight_VH, "target_R": target_R, "main_grad": main_grad}.items():
+        if other is not None and other.device != hidden_RH.device:
+            raise ValueError(
+                f"{name} is on {other.device}, hidden_RH on {hidden_RH.device}: move one of them"
+            )
     if memory not in ("auto", "fast", "lean"):
         raise ValueError(f'memory {memory!r} must be "auto", "fast" or "lean"')

@@ -61,7 +61,7 @@ def triton_linear_logprob(
     if needs_backward and not entropy_grad and hidden_RH.dtype != torch.float16:
         num_kept = _num_kept(memory, hidden_RH.shape[0], weight_VH.shape[0] * hidden_RH.element_size())
     logp_R, entropy_R = _TritonLogprob.apply(
-        hidden_RH.contiguous(), weight_VH, target_R, head, entropy_grad, main_grad, num_kept
+        hidden_RH.contiguous(), weight_VH, target_R.contiguous(), head, entropy_grad, main_grad, num_kept
     )
     return logp_R, entropy_R if with_entropy else None
 

@@ -179,6 +179,8 @@ def test_a_frozen_head_or_frozen_body_gets_no_gradient():
         ({"temperature": math.nan}, "temperature nan"),
         ({"vocab_size": 49}, "vocab_size 49 must be in 1..48"),
         ({"main_grad": torch.zeros(3, 7)}, "main_grad"),
+        ({"main_grad": torch.zeros(48, 7, dtype=torch.int64)}, "main_grad torch.int64"),
+        ({"main_grad": torch.zeros(48, 7, device="meta")}, "main_grad is on meta"),
         ({"memory": "big"}, 'must be "auto", "fast" or "lean"'),
     ],
 )
