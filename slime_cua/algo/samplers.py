@@ -83,8 +83,9 @@ class TaskSampler(ABC):
         """Groups that ended: {task: [score of each episode]}, a bool or a number in [0, 1]; see success_threshold.
 
         None and NaN are episodes without a valid outcome: they count for nothing. A list without any valid outcome only
-        ends the draw. A task that was removed meanwhile is passed over. Raises ValueError for a score outside [0, 1].
+        ends the draw. A task that was removed meanwhile is passed over. Raises ValueError for a score outside [0, 1], before any group is taken in.
         """
+        groups: dict[str, list[float]] = {}
         for task, values in outcomes.items():
             valid = [float(value) for value in values if value is not None and not math.isnan(value)]
             wrong = [value for value in valid if not 0.0 <= value <= 1.0]
@@ -92,6 +93,8 @@ class TaskSampler(ABC):
                 raise ValueError(
                     f"task {task}: success {wrong[0]} must be in [0, 1], or None for an invalid episode"
                 )
+            groups[task] = valid
+        for task, valid in groups.items():
             self.release(task)
             if task in self._tasks and valid:
                 self._learn(task, successes(valid, self.success_threshold))
@@ -109,10 +112,12 @@ class TaskSampler(ABC):
             self._tasks.setdefault(task)
 
     def remove_tasks(self, task_ids: Iterable[str]) -> None:
-        """No draws of these any more; what was learnt about them is forgotten. Unknown ids are passed over."""
+        """No draws of these any more; what was learnt about them is forgotten. Unknown ids are passed over.
+
+        Their draws stay in flight until they end, also where the task is added again meanwhile.
+        """
         for task in task_ids:
             self._tasks.pop(task, None)
-            self._in_flight.pop(task, None)
             self._num_draws.pop(task, None)
             self._forget(task)
 

@@ -45,6 +45,27 @@ def test_invalid_outcomes_do_not_count():
         sampler.update({"a": [1.5]})
 
 
+def test_an_update_with_a_wrong_score_changes_nothing():
+    sampler = FrontierSampler(["a", "b"], seed=0)
+    sampler.sample(2)
+    before = json.dumps(sampler.state_dict())
+    with pytest.raises(ValueError, match="task b"):
+        sampler.update({"a": [1.0], "b": [math.inf]})
+    assert json.dumps(sampler.state_dict()) == before
+
+
+def test_a_task_removed_and_added_again_keeps_its_draw_in_flight_until_it_ends():
+    sampler = FrontierSampler(["a", "b"], seed=0)
+    sampler.sample(2)
+    sampler.remove_tasks(["a"])
+    sampler.add_tasks(["a"])
+    assert sampler.in_flight == {"a": 1, "b": 1}
+    sampler.release("b")
+    assert sampler.sample(1) == ["b"]
+    sampler.release("a")
+    assert sampler.in_flight == {"b": 1}
+
+
 def test_weights_follow_the_formula():
     sampler = FrontierSampler(["easy", "half", "hard"], retention=0.0, seed=0)
     sampler.update({"easy": [1.0], "half": [0.5], "hard": [0.25]})
