@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from slime_cua.config.algo import AdvantageConfig
 
 Rewards = Sequence[float | None]
+ROUNDING = 1e-14
+"""Relative deviation that is rounding, not a difference, whatever min_std is: equal up to the last bits."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +45,7 @@ def group_advantages(
 ) -> GroupAdvantages:
     """Advantages of one group.
 
-        mean, std over valid rewards, std with n - 1;   fewer than two valid or std < min_std: exactly 0 for everybody
+        mean, std over valid rewards, std with n - 1;   fewer than two valid or std < min_std or only rounding: exactly 0 for everybody
         group_norm      (r - mean) / (std + std_eps)                      GRPO, arXiv:2402.03300
         mean_only       r - mean                                          Dr. GRPO, arXiv:2503.20783
         leave_one_out   r - mean of the others = n / (n - 1) (r - mean)   RLOO, arXiv:2402.14740
@@ -58,7 +60,7 @@ def group_advantages(
     valid = [float(reward) for reward in reward_G if reward is not None and is_valid_reward(reward)]
     pool = valid + [0.0] * num_format_errors if config.has_format_errors_in_baseline and valid else valid
     mean, std = mean_and_std(pool)
-    is_flat = len(valid) < 2 or std < config.min_std
+    is_flat = len(valid) < 2 or std < config.min_std or std <= ROUNDING * max(map(abs, pool))
     advantages = [0.0] * len(valid) if is_flat else _FORMS[config.name](valid, mean, std, config)
     values = iter(advantages)
     episode_G = tuple(next(values) if is_valid_reward(reward) else None for reward in reward_G)

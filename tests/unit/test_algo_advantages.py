@@ -43,6 +43,13 @@ def test_groups_of_one_and_equal_rewards_give_exact_zeros(name, rewards):
     assert not result.is_informative
 
 
+@pytest.mark.parametrize("rewards", [[0.7] * 7, [0.1 + 0.2, 0.3], [0.3, 0.3, math.nextafter(0.3, 1.0)]])
+@pytest.mark.parametrize("name", ["group_norm", "mean_only", "leave_one_out", "positive_only", "pass_at_k"])
+def test_rewards_equal_up_to_the_last_bit_give_exact_zeros_without_any_threshold(name, rewards):
+    config = AdvantageConfig(name=name, min_std=0.0, std_eps=0.0)
+    assert group_advantages(rewards, config).episode_G == (0.0,) * len(rewards)
+
+
 def test_all_invalid_groups_give_no_format_error_advantage():
     assert group_advantages([None, math.nan], AdvantageConfig(), num_format_errors=3).format_error == 0.0
 
