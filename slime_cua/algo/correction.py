@@ -33,7 +33,7 @@ def with_old_policy(
     sample_weight_S for gspo (same step weights as the ratio), into token_weight_T for token-level losses.
     behaviour: old_logp_T becomes version_logp_T. engine: unchanged.
     off_policy_max_gap: segments of negative advantage that have moved too far get sample_weight 0; num_samples stays.
-    Raises ValueError naming the log-probs that are missing.
+    Raises ValueError naming the log-probs that are missing, DataError for engine log-probs that are not finite where trained.
     """
     old = old_policy(
         config.pi_old,
@@ -44,7 +44,7 @@ def with_old_policy(
     changed = dataclasses.replace(inputs, old_logp_T=old.old_logp_T, pi_old=config.pi_old)
     if old.correction_log_ratio_T is None and config.off_policy_max_gap is None:
         return changed
-    steps, weight_S = step_map(changed, config)
+    steps, weight_S = step_map(changed, config, old.correction_log_ratio_T)
     token_weight_T = inputs.token_weight_T
     if config.off_policy_max_gap is not None:
         delta_T = keep(steps.is_kept_T, (inputs.logp_T - old.old_logp_T).detach()).to(weight_S.dtype)

@@ -5,12 +5,23 @@ Legend: T packed tokens (or trained rows only), K action steps of the batch, S s
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from slime_cua.algo.kl import KlChoice, kl_term, split_kl
-from slime_cua.algo.reduce import Aggregate, Group, StepMap, add_by_index, build_step_map, first_index, keep
+from slime_cua.algo.reduce import (
+    Aggregate,
+    Group,
+    StepMap,
+    add_by_index,
+    build_step_map,
+    finite_total,
+    first_index,
+    keep,
+)
 from slime_cua.core.errors import DataError
-from slime_cua.kernels.segment_ratio import segment_log_ratio
+from slime_cua.kernels.segment_ratio import RATIO_BOUND, segment_log_ratio
 
 Stats = dict[str, torch.Tensor]
 
@@ -56,13 +67,13 @@ def gspo_loss(
     cp_group: a segment's tokens may lie on several ranks: sums and counts are reduced before the exponential. Each rank gets
         the whole loss and the gradient of its own tokens; parameter gradients add up over the group.
     Stats: detached sums and counts that add over micro-batches and data-parallel ranks (context-parallel ranks hold copies):
-        num_samples, num_steps, num_tokens; ratio_sum, log_ratio_sum, log_ratio_sq_sum; clipped_low, clipped_high, dual_clipped,
+        num_samples, num_steps, num_tokens; ratio_sum (each at most e^80), log_ratio_sum, log_ratio_sq_sum; clipped_low, clipped_high, dual_clipped,
         clipped; behaviour_kl_sum (k3 of old to new); kl_sum (to the reference); [Y] with suffix _by_type: steps, tokens,
         clipped_steps (steps inside clipped segments), ratio_sum (exp dbar), behaviour_kl_sum, share_sum (alpha_k / sum alpha).
     Raises ValueError for shapes, dtypes and options; DataError (on all cp ranks alike) for what the numbers hold.
     Source: GSPO, arXiv:2507.18071 eq. 5-7; OS-Helix, appendix E (step balance); dual clip: arXiv:1912.09729.
     """
-    _check(
+    check_shapes(
         logp, old_logp, mask, segment_id, step_id, advantage, step_weight, sample_weight, step_type, num_types
     )
     _check_options(aggregate, eps_low, eps_high, dual_clip)
@@ -92,7 +103,7 @@ def gspo_loss(
         kl_S = steps.segment_means(steps.step_means(kl_term(kl_name, gap_T)[:, None])[:, 0])
         objective_S = objective_S - kl_coef * kl_S
     count = steps.is_present_S.sum().to(dtype) if num_samples is None else num_samples
-    total = keep(steps.is_present_S, weight_S * objective_S).sum()
+    total = finite_total(keep(steps.is_present_S, weight_S * objective_S).sum())
     loss = 0.0 - total / torch.as_tensor(count, dtype=dtype, device=total.device).clamp(min=1e-30)
     stats = _statistics(steps, log_w_S.detach(), branch_S, means_K2, step_type, num_types)
     if kl_name is not None:
@@ -139,7 +150,7 @@ def _statistics(
         "num_samples": present_S.sum().to(dtype),
         "num_steps": steps.is_present_K.sum().to(dtype),
         "num_tokens": steps.count_K.sum(),
-        "ratio_sum": keep(present_S, log_w_S.exp()).sum(),
+        "ratio_sum": keep(present_S, log_w_S.clamp(max=RATIO_BOUND).exp()).sum(),
         "log_ratio_sum": log_w_S.sum(),
         "log_ratio_sq_sum": log_w_S.square().sum(),
         "clipped": clipped_S.sum().to(dtype),
@@ -172,7 +183,7 @@ def type_statistics(
         "clipped_steps": clipped_S.to(steps.count_K.dtype)[steps.segment_K]
         if steps.num_segments
         else torch.zeros_like(steps.count_K),
-        "ratio_sum": means_KN[:, 0].exp(),
+        "ratio_sum": means_KN[:, 0].clamp(max=RATIO_BOUND).exp(),
         "behaviour_kl_sum": means_KN[:, 1],
         "share_sum": steps.coefficient_K,
     }
@@ -187,18 +198,22 @@ def check_samples(
     steps: StepMap,
     num_samples: float | torch.Tensor | None,
 ) -> None:
-    """DataError for a NaN or infinite advantage or weight of a present segment, or a count that is not positive."""
-    is_bad_S = (steps.is_present_S & ~torch.isfinite(advantage)) | ~torch.isfinite(weight_S)
+    """DataError for a NaN or infinite advantage or weight of a present segment, a negative weight, a count that is not positive."""
+    is_bad_S = (steps.is_present_S & ~torch.isfinite(advantage)) | ~torch.isfinite(weight_S) | (weight_S < 0)
     bad = first_index(is_bad_S)
     if bad >= 0:
         raise DataError(
             f"segment {bad}: advantage {float(advantage[bad])}, sample_weight {float(weight_S[bad])}: "
-            "an invalid episode's segments get sample_weight 0, not a missing advantage"
+            "an invalid episode's segments get sample_weight 0, not a missing advantage; no weight is negative"
         )
-    if num_samples is not None and not float(num_samples) > 0 and bool(steps.is_present_S.any()):
-        raise DataError(
-            f"num_samples {float(num_samples)} must be positive: it is the global count of samples"
-        )
+    if num_samples is not None:
+        check_count("num_samples", float(num_samples), steps)
+
+
+def check_count(name: str, count: float, steps: StepMap) -> None:
+    """DataError for a denominator that is negative, NaN or infinite, or 0 with something to divide."""
+    if not 0 <= count < math.inf or (count == 0 and bool(steps.is_present_S.any())):
+        raise DataError(f"{name} {count} must be positive: it is the global count of the optimiser step")
 
 
 def _check_options(aggregate: str, eps_low: float, eps_high: float, dual_clip: float | None) -> None:
@@ -210,7 +225,7 @@ def _check_options(aggregate: str, eps_low: float, eps_high: float, dual_clip: f
         raise ValueError(f"dual_clip {dual_clip} must be above 1, or None for off")
 
 
-def _check(
+def check_shapes(
     logp: torch.Tensor,
     old_logp: torch.Tensor,
     mask: torch.Tensor,
@@ -222,6 +237,7 @@ def _check(
     step_type: torch.Tensor | None,
     num_types: int | None,
 ) -> None:
+    """ValueError naming the tensor whose shape or dtype is wrong."""
     tokens = {
         "logp": logp,
         "old_logp": old_logp,

@@ -10,10 +10,19 @@ from dataclasses import dataclass
 
 import torch
 
-from slime_cua.algo.gspo import Stats, check_samples, clipped_objective, gspo_loss, type_statistics
+from slime_cua.algo.gspo import (
+    Stats,
+    check_count,
+    check_samples,
+    check_shapes,
+    clipped_objective,
+    gspo_loss,
+    type_statistics,
+)
 from slime_cua.algo.kl import KlChoice, kl_term, old_to_new_k3, split_kl
-from slime_cua.algo.reduce import Group, StepMap, build_step_map, keep, sum_over
+from slime_cua.algo.reduce import Group, StepMap, build_step_map, finite_total, keep, sum_over
 from slime_cua.config.algo import LossConfig
+from slime_cua.kernels.segment_ratio import RATIO_BOUND
 
 
 @dataclass(frozen=True)
@@ -163,7 +172,7 @@ class _Frame:
     def sample_mean(self, value_T: torch.Tensor) -> torch.Tensor:
         """(1/B) sum_i weight_i sum_k c_k mean_{t in a_k} value_t."""
         mean_S = self.steps.segment_means(self.steps.step_means(value_T[:, None])[:, 0])
-        total = keep(self.steps.is_present_S, self.weight_S * mean_S).sum()
+        total = finite_total(keep(self.steps.is_present_S, self.weight_S * mean_S).sum())
         return total / max(float(self.inputs.num_samples), 1e-30)
 
     def mean(self, value_T: torch.Tensor) -> torch.Tensor:
@@ -173,12 +182,30 @@ class _Frame:
         if self.steps.num_segments == 0:
             return value_T.sum()
         weight_T = keep(self.steps.is_kept_T, self.weight_S[self.steps.segment_of_token()])
-        total = sum_over((weight_T * value_T).sum(), self.steps.cp_group)
+        total = finite_total(sum_over((weight_T * value_T).sum(), self.steps.cp_group))
+        check_count("num_tokens", float(self.inputs.num_tokens), self.steps)
         return total / max(float(self.inputs.num_tokens), 1e-30)
 
 
-def step_map(inputs: LossInputs, config: LossConfig) -> tuple[StepMap, torch.Tensor]:
-    """(StepMap, sample weights [S]) of `inputs`, with the checks of log-probs, ids, weights and counts."""
+def step_map(
+    inputs: LossInputs, config: LossConfig, correction_T: torch.Tensor | None = None
+) -> tuple[StepMap, torch.Tensor]:
+    """(StepMap, sample weights [S]) of `inputs`, with the checks of shapes, log-probs, ids, weights and counts.
+
+    correction_T: a further tensor that must be finite where trained.
+    """
+    check_shapes(
+        inputs.logp_T,
+        inputs.old_logp_T,
+        inputs.mask_T,
+        inputs.segment_id_T,
+        inputs.step_id_T,
+        inputs.advantage_S,
+        inputs.step_weight_K,
+        inputs.sample_weight_S,
+        inputs.step_type_K,
+        inputs.num_types,
+    )
     advantage_S = inputs.advantage_S
     dtype = torch.float64 if inputs.logp_T.dtype == torch.float64 else torch.float32
     weight_S = inputs.sample_weight_S
@@ -193,11 +220,26 @@ def step_map(inputs: LossInputs, config: LossConfig) -> tuple[StepMap, torch.Ten
         num_steps=None if known is None else known.shape[0],
         aggregate=config.aggregate,
         dtype=dtype,
-        finite=(inputs.logp_T, inputs.old_logp_T),
+        finite=(inputs.logp_T, inputs.old_logp_T, *_used(inputs, config, correction_T)),
         cp_group=inputs.cp_group,
     )
     check_samples(advantage_S, weight_S, steps, inputs.num_samples)
     return steps, weight_S
+
+
+def _used(inputs: LossInputs, config: LossConfig, correction_T: torch.Tensor | None) -> list[torch.Tensor]:
+    """The optional tensors that enter the loss. ValueError for one that is not [T]."""
+    optional = {
+        "ref_logp_T": inputs.ref_logp_T if config.kl is not None else None,
+        "entropy_T": inputs.entropy_T if config.entropy_coef else None,
+        "token_weight_T": inputs.token_weight_T,
+        "start_logp_T - old_logp_T": correction_T,
+    }
+    used = {name: value for name, value in optional.items() if value is not None}
+    for name, value in used.items():
+        if value.shape != inputs.logp_T.shape:
+            raise ValueError(f"{name} {tuple(value.shape)} must be [T] = {tuple(inputs.logp_T.shape)}")
+    return list(used.values())
 
 
 def _frame(inputs: LossInputs, config: LossConfig) -> _Frame:
@@ -261,7 +303,7 @@ def _token_statistics(frame: _Frame, inputs: LossInputs, branch_T: dict[str, tor
     flags = {name: flag.to(dtype) for name, flag in branch_T.items()}
     clipped_T = torch.stack(list(flags.values())).sum(dim=0)
     means_KN = steps.step_means(torch.stack([delta_T, old_to_new_k3(delta_T), clipped_T], dim=1))
-    ratio_T = keep(steps.is_kept_T, delta_T.exp())
+    ratio_T = keep(steps.is_kept_T, delta_T.clamp(max=RATIO_BOUND).exp())
     local = torch.stack(
         [ratio_T.sum(), delta_T.sum(), delta_T.square().sum(), clipped_T.sum()]
         + [flags[name].sum() for name in flags]

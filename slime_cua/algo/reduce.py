@@ -15,6 +15,8 @@ from slime_cua.core.errors import DataError
 
 Aggregate = Literal["step", "token"]
 Group = dist.ProcessGroup | None
+MAX_STEPS = 1 << 24
+"""Of a batch, where only the ids say how many there are; larger ids are a mistake, not an allocation."""
 
 
 class _SumOverGroup(torch.autograd.Function):
@@ -92,6 +94,15 @@ def keep(is_kept: torch.Tensor, value: torch.Tensor, other: float = 0.0) -> torc
     return torch.where(is_kept, value, torch.full_like(value, other))
 
 
+def finite_total(total: torch.Tensor) -> torch.Tensor:
+    """`total`, the loss before it is divided by the count; the same on all ranks of a cp group. DataError if it overflowed."""
+    if not bool(torch.isfinite(total.detach())):
+        raise DataError(
+            f"the loss is {float(total.detach())}: ratio or KL overflows; the old or the reference log-probs are not near this policy"
+        )
+    return total
+
+
 def build_step_map(
     mask: torch.Tensor,
     segment_id: torch.Tensor,
@@ -142,6 +153,10 @@ def _count_steps(mask: torch.Tensor, step_id: torch.Tensor, cp_group: Group) -> 
     top = last.max() if last.numel() else last.new_tensor(-1)
     if cp_group is not None:
         dist.all_reduce(top, op=dist.ReduceOp.MAX, group=cp_group)
+    if int(top) >= MAX_STEPS:
+        raise DataError(
+            f"a trained token has the step id {int(top)}: number the steps of the batch from 0 (at most {MAX_STEPS})"
+        )
     return int(top) + 1
 
 
@@ -180,7 +195,7 @@ def _segment_of_step(
         )
     if bad_segment >= 0:
         raise DataError(
-            f"segment {bad_segment} has a log-prob that is NaN or infinite at a trained token: mask it, or give the segment sample_weight 0"
+            f"segment {bad_segment} has a log-prob that is NaN or infinite at a trained token (or another input of the loss is): mask it, or give the segment sample_weight 0"
         )
     if bad_step >= 0:
         raise DataError(

@@ -195,6 +195,20 @@ def test_advantage_zero_gives_an_exact_zero_even_at_a_ratio_that_overflows():
     assert (loss, gradient) == (0.0, [0.0])
 
 
+@pytest.mark.parametrize("step_weight", [None, torch.tensor([1.0, 0.0], dtype=torch.float64)])
+def test_a_reference_so_far_that_its_kl_overflows_is_an_error_even_in_a_step_of_weight_zero(step_weight):
+    reference = torch.tensor([-2.0, 900.0], dtype=torch.float64)
+    with pytest.raises(DataError, match=r"the loss is .*: ratio or KL overflows"):
+        loss_of([0.0, 0.0], [0, 0], [0, 1], [1.0], kl="k3", ref_logp=reference, step_weight=step_weight)
+
+
+def test_statistics_of_a_clipped_overflowing_ratio_are_finite():
+    _, _, stats = loss_of(
+        [800.0], [0], [0], [1.0], step_type=torch.tensor([0], dtype=torch.long), num_types=1
+    )
+    assert all(torch.isfinite(value).all() for value in stats.values())
+
+
 def test_a_huge_ratio_on_the_clipped_side_gives_the_bound_and_no_nan():
     loss, gradient, _ = loss_of([5000.0], [0], [0], [1.0])
     assert (loss, gradient) == (-1.28, [0.0])
@@ -223,6 +237,10 @@ def test_a_step_without_trained_tokens_does_not_count():
         ),
         (([0.0], [0], [0], [NAN]), {}, "segment 0: advantage nan"),
         (([0.0], [0], [0], [1.0]), {"num_samples": 0.0}, "num_samples 0.0 must be positive"),
+        (([0.0], [0], [0], [1.0]), {"num_samples": NAN}, "num_samples nan must be positive"),
+        (([0.0], [0], [0], [1.0]), {"num_samples": INF}, "num_samples inf must be positive"),
+        (([0.0], [0], [0], [1.0]), {"sample_weight": torch.tensor([-1.0])}, "no weight is negative"),
+        (([0.0], [0], [10**13], [1.0]), {}, "step id 10000000000000: number the steps"),
         (([800.0], [0], [0], [-1.0]), {}, "ratio overflows at index 0"),
         (
             ([0.0], [0], [0], [1.0]),

@@ -11,7 +11,7 @@ from slime_cua.algo.correction import with_old_policy
 from slime_cua.algo.losses import LOSSES, LossInputs
 from slime_cua.config.algo import LossConfig
 from slime_cua.config.base import load
-from slime_cua.core.errors import ConfigError
+from slime_cua.core.errors import ConfigError, DataError
 
 
 def inputs_of(delta=0.0, advantage=1.0, **changes):
@@ -66,6 +66,71 @@ def test_losses_refuse_inputs_they_would_ignore_and_name_inputs_they_miss():
         LOSSES["grpo"](inputs_of(), LossConfig(name="grpo", kl="k3", kl_coef=0.1))
     with pytest.raises(ValueError, match="dual_clip"):
         LOSSES["cispo"](inputs_of(), LossConfig(dual_clip=3.0))
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@pytest.mark.parametrize("name", ["gspo", "grpo", "dapo", "cispo"])
+def test_any_input_of_a_loss_that_is_not_finite_at_a_trained_token_is_named_and_harmless_at_a_masked_one(
+    name, bad
+):
+    vector = torch.tensor([bad, 0.5, 0.5], dtype=torch.float64)
+    cases = [
+        ({"ref_logp_T": vector}, {"kl": "k2", "kl_coef": 0.1}),
+        ({"entropy_T": vector}, {"entropy_coef": 0.1}),
+    ]
+    if name != "gspo":
+        cases.append(({"token_weight_T": vector}, {}))
+    for changes, settings in cases:
+        config = LossConfig(name=name, **settings)
+        with pytest.raises(DataError, match="segment 0 has a log-prob that is NaN or infinite"):
+            LOSSES[name](inputs_of(**changes), config)
+        logp = torch.tensor([bad, -2.0, -3.0], dtype=torch.float64, requires_grad=True)
+        loss, stats = LOSSES[name](inputs_of(**changes, logp_T=logp, mask_T=torch.tensor([0, 1, 1])), config)
+        loss.backward()
+        assert torch.isfinite(loss) and logp.grad[0] == 0 and torch.isfinite(logp.grad).all()
+        assert all(torch.isfinite(value).all() for value in stats.values())
+
+
+@pytest.mark.parametrize("name", ["gspo", "grpo"])
+def test_an_engine_log_prob_that_is_not_finite_is_named_by_the_correction(name):
+    config = LossConfig(name=name, pi_old="proximal")
+    inputs = inputs_of(old_logp_T=torch.tensor([-math.inf, -2.0, -3.0], dtype=torch.float64))
+    with pytest.raises(DataError, match="segment 0 has a log-prob that is NaN or infinite"):
+        with_old_policy(inputs, config, start_logp_T=inputs.logp_T)
+
+
+@pytest.mark.parametrize("name", ["gspo", "grpo", "dapo", "cispo"])
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"old_logp_T": torch.zeros(1, dtype=torch.float64)}, "old_logp has shape"),
+        ({"mask_T": torch.ones(1)}, "mask has shape"),
+        ({"sample_weight_S": torch.ones(3)}, "sample_weight"),
+        ({"entropy_T": torch.ones(1, dtype=torch.float64)}, "entropy_T"),
+    ],
+)
+def test_a_tensor_of_another_shape_is_named_and_never_broadcast(name, changes, message):
+    with pytest.raises(ValueError, match=message):
+        LOSSES[name](
+            inputs_of(**changes), LossConfig(name=name, entropy_coef=0.1 if "entropy_T" in changes else 0.0)
+        )
+
+
+@pytest.mark.parametrize("count", [0.0, -1.0, math.nan, math.inf])
+def test_a_token_count_that_cannot_divide_is_an_error(count):
+    config = LossConfig(name="dapo", aggregate="token")
+    with pytest.raises(DataError, match=r"num_tokens .* must be positive"):
+        LOSSES["dapo"](inputs_of(num_tokens=count), config)
+
+
+def test_a_reference_so_far_that_its_kl_overflows_is_an_error_in_token_losses():
+    reference = torch.tensor([900.0, -2.0, -3.0], dtype=torch.float64)
+    for aggregate in ("step", "token"):
+        config = LossConfig(
+            name="grpo" if aggregate == "step" else "dapo", aggregate=aggregate, kl="k3", kl_coef=0.1
+        )
+        with pytest.raises(DataError, match="KL overflows"):
+            LOSSES[config.name](inputs_of(ref_logp_T=reference), config)
 
 
 @pytest.mark.parametrize("name", ["gspo", "grpo", "dapo", "cispo"])
