@@ -15,6 +15,7 @@ from slime_cua.algo.reduce import (
     Group,
     StepMap,
     add_by_index,
+    any_index,
     build_step_map,
     finite_total,
     first_index,
@@ -112,20 +113,27 @@ def gspo_loss(
 
 
 def clipped_objective(
-    log_w: torch.Tensor, advantage: torch.Tensor, eps_low: float, eps_high: float, dual_clip: float | None
+    log_w: torch.Tensor,
+    advantage: torch.Tensor,
+    eps_low: float,
+    eps_high: float,
+    dual_clip: float | None,
+    cp_group: Group = None,
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """(J, {"low", "high", "dual": booleans}) elementwise: J of gspo_loss, with gradient exactly 0 where clipped.
 
     The branch is chosen before the exponential enters the graph, so a large log-ratio on a clipped branch gives no NaN.
+    cp_group: of ranks that hold different tokens: an overflow on one is a DataError on all.
     """
     w = log_w.detach().exp()
     is_high = (advantage > 0) & (w > 1 + eps_high)
     is_low = (advantage < 0) & (w < 1 - eps_low)
     is_dual = (advantage < 0) & (w > dual_clip) if dual_clip is not None else torch.zeros_like(is_low)
     is_free = ~(is_high | is_low | is_dual) & (advantage != 0)
-    if first_index(is_free & ~torch.isfinite(w)) >= 0:
+    overflow = any_index(is_free & ~torch.isfinite(w), cp_group)
+    if overflow >= 0:
         raise DataError(
-            f"an importance ratio overflows at index {first_index(is_free & ~torch.isfinite(w))}: the old log-probs are not of this policy; set dual_clip to bound it"
+            f"an importance ratio overflows at index {overflow}: the old log-probs are not of this policy; set dual_clip to bound it"
         )
     effective = torch.where(is_free, keep(is_free, log_w).exp(), torch.ones_like(log_w))
     effective = torch.where(is_high, torch.full_like(log_w, 1 + eps_high), effective)

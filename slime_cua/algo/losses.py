@@ -290,7 +290,7 @@ def _extras(frame: _Frame, inputs: LossInputs, config: LossConfig, value_T: torc
 
 def _clipped_tokens(frame: _Frame, inputs: LossInputs, config: LossConfig) -> tuple[torch.Tensor, Stats]:
     value_T, branch_T = clipped_objective(
-        frame.delta_T, frame.advantage_T, config.eps_low, config.eps_high, config.dual_clip
+        frame.delta_T, frame.advantage_T, config.eps_low, config.eps_high, config.dual_clip, inputs.cp_group
     )
     value_T = _extras(frame, inputs, config, _weighted(frame, inputs, value_T))
     return value_T, _token_statistics(frame, inputs, branch_T)

@@ -241,3 +241,11 @@ def _first(is_bad: torch.Tensor) -> torch.Tensor:
 def first_index(is_bad: torch.Tensor) -> int:
     """Index of the first true entry of a vector, -1 if there is none."""
     return int(_first(is_bad))
+
+
+def any_index(is_bad: torch.Tensor, group: Group) -> int:
+    """As first_index, but the same number on every rank of `group`: -1 only where no rank has a true entry."""
+    index = _first(is_bad)
+    if group is not None:
+        dist.all_reduce(index, op=dist.ReduceOp.MAX, group=group)
+    return int(index)

@@ -29,9 +29,10 @@ def inputs_of(seed=77):
 
 def take(inputs, rows, group):
     names = ("logp_T", "old_logp_T", "mask_T", "segment_id_T", "step_id_T", "ref_logp_T")
-    return dataclasses.replace(
-        inputs, cp_group=group, **{name: getattr(inputs, name)[rows].clone() for name in names}
-    )
+    own = {name: getattr(inputs, name)[rows].clone() for name in names}
+    if inputs.token_weight_T is not None:
+        own["token_weight_T"] = inputs.token_weight_T[rows].clone()
+    return dataclasses.replace(inputs, cp_group=group, **own)
 
 
 def loss_and_grad(inputs, config):
@@ -60,9 +61,25 @@ def on_two_ranks(group):
     bad = inputs.logp_T.clone()
     bad[inputs.mask_T.nonzero()[0]] = float("nan")
     half = splits["halves"]
-    for changes in ({"logp_T": bad}, {"sample_weight_S": inputs.sample_weight_S * float("nan")}):
+    first = int(inputs.mask_T.nonzero()[0])
+    far_reference, far_old = inputs.ref_logp_T.clone(), inputs.old_logp_T.clone()
+    far_reference[first] = 2000.0
+    segment_T = torch.where(inputs.mask_T, inputs.segment_id_T, 0)
+    is_pushed_down = (
+        inputs.mask_T & (inputs.advantage_S[segment_T] < 0) & (inputs.sample_weight_S[segment_T] > 0)
+    )
+    far_old[is_pushed_down.nonzero()[0]] = -2000.0
+    for changes, config in (
+        ({"logp_T": bad}, CONFIGS[0]),
+        ({"sample_weight_S": inputs.sample_weight_S * float("nan")}, CONFIGS[0]),
+        ({"ref_logp_T": far_reference}, CONFIGS[0]),
+        ({"old_logp_T": far_old}, CONFIGS[2]),
+        ({"old_logp_T": far_old}, CONFIGS[3]),
+        ({"token_weight_T": bad}, CONFIGS[3]),
+        ({"num_tokens": 0.0}, CONFIGS[4]),
+    ):
         try:
-            loss_and_grad(take(dataclasses.replace(inputs, **changes), half, group), CONFIGS[0])
+            loss_and_grad(take(dataclasses.replace(inputs, **changes), half, group), config)
         except DataError as error:
             messages.append(str(error))
     return results, messages
@@ -92,5 +109,16 @@ def test_tokens_on_two_ranks_give_the_loss_gradient_and_statistics_of_one(ranks,
 
 
 def test_a_fault_that_one_rank_sees_raises_the_same_error_on_both(ranks):
-    assert ranks[0][1] == ranks[1][1] and len(ranks[0][1]) == 2
-    assert "NaN or infinite at a trained token" in ranks[0][1][0]
+    messages = ranks[0][1]
+    assert messages == ranks[1][1]
+    parts = [
+        "NaN or infinite at a trained token",
+        "sample_weight nan",
+        "ratio or KL overflows",
+        "an importance ratio overflows",
+        "an importance ratio overflows",
+        "NaN or infinite at a trained token",
+        "num_tokens 0.0",
+    ]
+    assert len(messages) == len(parts)
+    assert all(part in message for part, message in zip(parts, messages, strict=True))
