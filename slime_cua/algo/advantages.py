@@ -114,7 +114,7 @@ def segment_weights(num_steps_S: Sequence[int], rule: str) -> list[float]:
     if rule == "segment":
         return [1.0] * len(num_steps_S)
     if rule == "episode":
-        return [1.0 / len(num_steps_S)] * len(num_steps_S)
+        return [1.0 / len(num_steps_S) for _ in num_steps_S]
     if rule == "step_share":
         total = sum(num_steps_S)
         return [steps / total for steps in num_steps_S] if total else [0.0] * len(num_steps_S)

@@ -6,6 +6,7 @@ inside: an ImageRef names the content, an image store has the bytes.
 
 from __future__ import annotations
 
+import math
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -127,6 +128,7 @@ class Episode(_Frozen):
         """Counts for baselines, loss and sampler (I4)."""
         return (
             self.reward is not None
+            and math.isfinite(self.reward)
             and self.error is None
             and self.stop_reason not in ("invalid", "cancelled")
         )

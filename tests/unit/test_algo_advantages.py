@@ -136,5 +136,6 @@ def test_segment_weights_by_segment_by_episode_and_by_share_of_steps():
     # the share of a step is weight / K in a step-balanced loss: 1 / T for each of the four
     shares = segment_weights([3, 1], "step_share")
     assert shares == [0.75, 0.25] and [shares[0] / 3, shares[1] / 1] == [0.25, 0.25]
+    assert all(segment_weights([], rule) == [] for rule in ("segment", "episode", "step_share"))
     with pytest.raises(ValueError, match="must be"):
         segment_weights([1], "turn")

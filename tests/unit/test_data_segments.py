@@ -203,6 +203,17 @@ def test_invalid_episodes_give_no_samples_and_leave_the_baseline():
     assert samples == alone and [sample.segment.episode_id for sample in samples] == ["a", "b"]
 
 
+def test_a_score_that_is_no_number_makes_the_episode_invalid_its_format_errors_too():
+    good = make_episode(["gui"], reward=1.0, episode_id="good")
+    poor = make_episode(["gui"], reward=0.0, episode_id="poor")
+    odd = make_episode(["gui", "format_error"], reward=float("nan"), episode_id="odd")
+    config = AdvantageConfig(has_format_errors_in_baseline=True)
+    assert not odd.is_valid
+    assert make_train_samples([group(good, odd, poor)], config) == make_train_samples(
+        [group(good, poor)], config
+    )
+
+
 def test_a_format_error_has_reward_zero_and_its_own_advantage_in_an_episode_that_succeeded():
     mixed = make_episode(["gui", "format_error", "gui"], reward=1.0, episode_id="a")
     other = make_episode(["gui"], reward=1.0, episode_id="b")
