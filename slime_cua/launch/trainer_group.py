@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-import socket
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from slime_cua.config.trainer import TrainerConfig
 from slime_cua.core.errors import EngineError, InfrastructureError, SlimeCuaError
+from slime_cua.core.ports import free_port
 from slime_cua.launch.ray_runtime import explain_loss
 
 if TYPE_CHECKING:
@@ -37,9 +37,7 @@ class TrainerActor:
         """(host, free port) of this rank, for the rendezvous."""
         import ray
 
-        with socket.socket() as probe:
-            probe.bind(("", 0))
-            return ray.util.get_node_ip_address(), probe.getsockname()[1]
+        return ray.util.get_node_ip_address(), free_port("")
 
     def initialise(self, world_size: int, address: tuple[str, int]) -> None:
         self._address = address[0]

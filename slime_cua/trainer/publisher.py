@@ -8,7 +8,6 @@ not get traffic until a later publish or a restart gave it the current weights.
 from __future__ import annotations
 
 import json
-import socket
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,6 +23,7 @@ from slime_cua.convert.weight_stream import (
     combined_digest,
     dtype_name,
 )
+from slime_cua.core.ports import free_port
 from slime_cua.trainer.publish_round import PublishRound, Sent, write_version
 
 PROBE_IDS = tuple(range(24, 64))
@@ -269,7 +269,7 @@ class BroadcastPublisher(_Publisher):
         if not members:
             return
         self._name = f"weights-{time.time_ns()}"
-        port, world_size = _free_port(self._address), 1 + self._engine_tp * len(members)
+        port, world_size = free_port(self._address), 1 + self._engine_tp * len(members)
         bodies = {
             url: {
                 "master_address": self._address,
@@ -325,9 +325,3 @@ def _first_difference(sent: Mapping[str, str], held: Mapping[str, str]) -> str:
         if sent[name] != digest:
             return f"tensor {name} differs from what was sent"
     return ""
-
-
-def _free_port(address: str) -> int:
-    with socket.socket() as probe:
-        probe.bind((address, 0))
-        return int(probe.getsockname()[1])
