@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from rollout.episode import EpisodeRunner
-from rollout.ports import DesktopPort, PolicyPort
+from rollout.ports import DesktopPort, PolicyPort, Sampled
 from slime_cua.core.errors import InfrastructureError
-from slime_cua.core.types import Episode, Task
+from slime_cua.core.types import Episode, ImageRef, Task
 
 OnRequest = Callable[[], None]
 
@@ -29,7 +29,7 @@ class Desktops(Protocol):
 
 @dataclass
 class Busy:
-    """Integrates how many of a thing were in use: `share` is the mean since the last `take`."""
+    """Integrates how many of a thing were in use, at most `capacity`; `take` gives the mean share since the last `take`."""
 
     capacity: int
     num_now: int = 0
@@ -39,7 +39,7 @@ class Busy:
 
     def add(self, change: int) -> None:
         now = time.monotonic()
-        self._area += self.num_now * (now - self._changed)
+        self._area += min(self.num_now, self.capacity) * (now - self._changed)
         self._changed = now
         self.num_now += change
 
@@ -48,6 +48,23 @@ class Busy:
         share = self._area / max(1e-9, (self._changed - self._since) * self.capacity)
         self._area, self._since = 0.0, self._changed
         return share
+
+
+@dataclass
+class WatchedPolicy:
+    """A policy whose requests are counted: with capacity 1, `busy` is the time with at least one under way."""
+
+    policy: PolicyPort
+    busy: Busy
+
+    async def generate(
+        self, prompt_ids: Sequence[int], images: Sequence[tuple[ImageRef, bytes]], *, session: str
+    ) -> Sampled:
+        self.busy.add(1)
+        try:
+            return await self.policy.generate(prompt_ids, images, session=session)
+        finally:
+            self.busy.add(-1)
 
 
 @dataclass

@@ -14,7 +14,7 @@ from rollout.engines.client import EngineClient
 from rollout.engines.policy import EnginePolicy
 from rollout.episode import EpisodeRunner
 from rollout.metrics import batch_metrics
-from rollout.player import Player
+from rollout.player import Busy, Player, WatchedPolicy
 from rollout.ports import PolicyPort
 from rollout.renderer import Renderer
 from rollout.scheduler import Scheduler
@@ -42,6 +42,7 @@ class RolloutActor:
         self._arguments = (hf_dir, gateway_url, token)
         output_to(self.run_dir / "logs" / "rollout.log")
         self.worker: RolloutWorker | None = None
+        self._engine_busy = Busy(1)
         self._family_of: dict[str, str] = {}
         self._progress = (0, 0)
         self._num_ended = 0
@@ -106,7 +107,7 @@ class RolloutActor:
         if state is not None:
             sampler.load_state_dict(state["sampler"])
             scheduler = Scheduler.from_state_dict(state["scheduler"], rollout.scheduler)
-        policy = EnginePolicy(self.engines, rollout.sampling)
+        policy = WatchedPolicy(EnginePolicy(self.engines, rollout.sampling), self._engine_busy)
         store = EpisodeStore(self.run_dir / "episodes" / "rl.jsonl")
         self._family_of = {task.id: task.family for task in tasks}
         self.worker = RolloutWorker(
@@ -141,6 +142,7 @@ class RolloutActor:
             "rollout/num_filtered_groups": float(self.worker.scheduler.num_filtered),
             "sampler/num_seen": float(sum(count > 0 for count in draws.values())),
             "busy/desktops": self.player.busy.take(),
+            "busy/engine": self._engine_busy.take(),
         }
         if estimates:
             values["sampler/ema_mean"] = sum(estimates.values()) / len(estimates)
