@@ -40,7 +40,7 @@ def linear_logprob(
     hidden_RH: rows that are trained, selected before the head; the same on every rank of `tp_group`. R = 0 is legal.
     weight_VH: this rank's shard: rows rank * V ... (rank + 1) * V of the vocabulary; same dtype as hidden_RH.
     target_R: global token ids, int64. On CPU an id outside the vocabulary raises; on CUDA its log-prob is -inf.
-    temperature: logits are divided by it, as the sampler did; must be positive.
+    temperature: logits are divided by it, as the sampler did; must be positive. Autocast changes nothing in here.
     vocab_size: true vocabulary; rows at and beyond it are padding: no probability, no gradient. None: all rows count.
     tp_group: one collective a call, an all-gather of four numbers a row (max, sum of exponentials, target logit, sum for
         the entropy), combined in rank order so that all ranks hold the same bits. Backward: one all-reduce of the
@@ -113,8 +113,10 @@ def _check(
         raise ValueError(
             f"hidden_RH ({hidden_RH.dtype}) and weight_VH ({weight_VH.dtype}) must share a float dtype"
         )
-    if not (temperature > 0 and temperature < float("inf")):
-        raise ValueError(f"temperature {temperature} must be a positive number")
+    if not 1e-30 <= temperature <= 1e30:
+        raise ValueError(
+            f"temperature {temperature} must be a positive number whose inverse is one in fp32, too"
+        )
     if main_grad is not None and (
         main_grad.shape != weight_VH.shape or not main_grad.dtype.is_floating_point
     ):

@@ -77,10 +77,14 @@ class _Head:
 
 
 def _matmul(left: torch.Tensor, right: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """left @ right accumulated and returned in `dtype`; low-precision inputs stay low on CUDA's tensor cores."""
-    if left.is_cuda and left.dtype in (torch.bfloat16, torch.float16):
-        return torch.mm(left, right, out_dtype=dtype)
-    return left.to(dtype) @ right.to(dtype)
+    """left @ right accumulated and returned in `dtype`; low-precision inputs stay low on CUDA's tensor cores.
+
+    Autocast is off in here: it would round fp32 operands and logits.
+    """
+    with torch.autocast(left.device.type, enabled=False):
+        if left.is_cuda and left.dtype in (torch.bfloat16, torch.float16):
+            return torch.mm(left, right, out_dtype=dtype)
+        return left.to(dtype) @ right.to(dtype)
 
 
 def _shard_statistics(

@@ -114,6 +114,16 @@ def test_bf16_inputs_are_accumulated_in_fp32():
         assert (mine.double() - theirs).norm() / theirs.norm() < 1e-2
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_autocast_around_forward_and_backward_rounds_nothing(dtype):
+    hidden_RH, weight_VH, target_R = make(rows=32, hidden=128, dtype=dtype)
+    want = gradients(lambda h, w: linear_logprob(h, w, target_R), hidden_RH, weight_VH)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = gradients(lambda h, w: linear_logprob(h, w, target_R), hidden_RH, weight_VH)
+    assert torch.equal(found[0], want[0]) and torch.equal(found[1], want[1])
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(found[2], want[2], strict=True))
+
+
 def test_large_logits_do_not_overflow():
     hidden_RH, weight_VH, target_R = make(dtype=torch.float32)
     logp_R, entropy_R = linear_logprob(hidden_RH * 1e4, weight_VH, target_R)
@@ -177,6 +187,7 @@ def test_a_frozen_head_or_frozen_body_gets_no_gradient():
         ({"weight_VH": torch.zeros(48, 7)}, "share a float dtype"),
         ({"temperature": 0.0}, "temperature 0.0 must be a positive number"),
         ({"temperature": math.nan}, "temperature nan"),
+        ({"temperature": 1e-320}, "temperature 1e-320"),
         ({"vocab_size": 49}, "vocab_size 49 must be in 1..48"),
         ({"main_grad": torch.zeros(3, 7)}, "main_grad"),
         ({"main_grad": torch.zeros(48, 7, dtype=torch.int64)}, "main_grad torch.int64"),
