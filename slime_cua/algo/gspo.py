@@ -68,7 +68,7 @@ def gspo_loss(
     cp_group: a segment's tokens may lie on several ranks: sums and counts are reduced before the exponential. Each rank gets
         the whole loss and the gradient of its own tokens; parameter gradients add up over the group.
     Stats: detached sums and counts that add over micro-batches and data-parallel ranks (context-parallel ranks hold copies):
-        num_samples, num_steps, num_tokens; ratio_sum (each at most e^80), log_ratio_sum, log_ratio_sq_sum; clipped_low, clipped_high, dual_clipped,
+        num_samples, num_steps, num_tokens; num_ratios (here the samples); ratio_sum (each at most e^80), log_ratio_sum, log_ratio_sq_sum; clipped_low, clipped_high, dual_clipped,
         clipped; behaviour_kl_sum (k3 of old to new); kl_sum (to the reference); [Y] with suffix _by_type: steps, tokens,
         clipped_steps (steps inside clipped segments), ratio_sum (exp dbar), behaviour_kl_sum, share_sum (alpha_k / sum alpha).
     Raises ValueError for shapes, dtypes and options; DataError (on all cp ranks alike) for what the numbers hold.
@@ -158,6 +158,7 @@ def _statistics(
         "num_samples": present_S.sum().to(dtype),
         "num_steps": steps.is_present_K.sum().to(dtype),
         "num_tokens": steps.count_K.sum(),
+        "num_ratios": present_S.sum().to(dtype),
         "ratio_sum": keep(present_S, log_w_S.clamp(max=RATIO_BOUND).exp()).sum(),
         "log_ratio_sum": log_w_S.sum(),
         "log_ratio_sq_sum": log_w_S.square().sum(),

@@ -297,7 +297,10 @@ def _clipped_tokens(frame: _Frame, inputs: LossInputs, config: LossConfig) -> tu
 
 
 def _token_statistics(frame: _Frame, inputs: LossInputs, branch_T: dict[str, torch.Tensor]) -> Stats:
-    """Like gspo_loss' statistics; `clipped*` count tokens, `clipped_steps_by_type` sums each step's clipped share."""
+    """Like gspo_loss' statistics; ratios are of tokens, which `num_ratios` and `clipped*` count.
+
+    `clipped_steps_by_type` sums each step's clipped share.
+    """
     dtype = frame.logp_T.dtype
     steps, delta_T = frame.steps, frame.delta_T.detach()
     flags = {name: flag.to(dtype) for name, flag in branch_T.items()}
@@ -314,7 +317,7 @@ def _token_statistics(frame: _Frame, inputs: LossInputs, branch_T: dict[str, tor
     stats = dict(zip(names, totals.unbind(), strict=True))
     stats["num_samples"] = steps.is_present_S.sum().to(dtype)
     stats["num_steps"] = steps.is_present_K.sum().to(dtype)
-    stats["num_tokens"] = steps.count_K.sum()
+    stats["num_tokens"] = stats["num_ratios"] = steps.count_K.sum()
     stats["behaviour_kl_sum"] = steps.segment_means(means_KN[:, 1]).sum()
     if inputs.step_type_K is not None:
         none_S = torch.zeros_like(steps.is_present_S)

@@ -46,8 +46,10 @@ METRICS: tuple[Metric, ...] = (
     Metric("lag/span_share", "share", "episodes whose tokens come from more than one version"),
     Metric("loss/policy", "-", "policy loss (global mean over samples)", is_headline=True),
     Metric("loss/grad_norm", "-", "gradient norm before clipping", is_headline=True),
-    Metric("loss/ratio_mean", "-", "mean importance ratio of the samples"),
-    Metric("loss/clip_fraction", "share", "samples whose ratio was clipped"),
+    Metric(
+        "loss/ratio_mean", "-", "mean importance ratio of the samples (token-level losses: of the tokens)"
+    ),
+    Metric("loss/clip_fraction", "share", "samples (token-level losses: tokens) whose ratio was clipped"),
     Metric("loss/clip_fraction/*", "share", "steps of a type that stand in clipped samples"),
     Metric("loss/step_share/*", "share", "gradient weight by action type"),
     Metric("loss/kl", "nats", "mean log-ratio old to new over trained tokens"),

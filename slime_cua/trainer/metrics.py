@@ -97,12 +97,13 @@ def _gap(inputs: LossInputs, packed: PackedBatch, version: int) -> dict[str, tor
 
 
 def _ratio_means(values: dict[str, float]) -> dict[str, float]:
-    """Means of the sums that the policy losses give."""
+    """Means of the sums that the policy losses give; ratios are of samples or of tokens, as the loss has them."""
     samples = values.get("num_samples", 0.0)
     means: dict[str, float] = {}
-    if samples and "ratio_sum" in values:
-        means["loss/ratio_mean"] = values["ratio_sum"] / samples
-        means["loss/clip_fraction"] = values.get("clipped", 0.0) / samples
+    ratios = values.get("num_ratios", 0.0)
+    if ratios:
+        means["loss/ratio_mean"] = values["ratio_sum"] / ratios
+        means["loss/clip_fraction"] = values.get("clipped", 0.0) / ratios
     for kind in STEP_TYPES:
         steps = values.get(f"steps_by_type/{kind}", 0.0)
         if steps:
