@@ -11,16 +11,28 @@ import asyncio
 import contextlib
 import ctypes
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
-PR_SET_CHILD_SUBREAPER = 36
+PR_SET_CHILD_SUBREAPER, PR_GET_CHILD_SUBREAPER = 36, 37
 EVERY_S = 1.0
 
 
-def adopt_orphans() -> None:
-    """From now on orphans among our descendants come to this process (Linux; elsewhere nothing happens)."""
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+@contextlib.contextmanager
+def adopting_orphans() -> Iterator[None]:
+    """In the block, orphans among our descendants come to this process (Linux; elsewhere nothing happens)."""
+    was_on = ctypes.c_int(0)
+    try:
+        prctl = ctypes.CDLL(None, use_errno=True).prctl
+        prctl(PR_GET_CHILD_SUBREAPER, ctypes.byref(was_on), 0, 0, 0)
+        prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    except (OSError, AttributeError):
+        yield
+        return
+    try:
+        yield
+    finally:
+        prctl(PR_SET_CHILD_SUBREAPER, was_on.value, 0, 0, 0)
 
 
 async def collect_orphans() -> None:

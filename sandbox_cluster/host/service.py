@@ -21,7 +21,7 @@ from sandbox_cluster.api import HostRegistration
 from sandbox_cluster.host.agent import Agent
 from sandbox_cluster.host.app import create_app
 from sandbox_cluster.host.bindings import Bindings
-from sandbox_cluster.host.orphans import adopt_orphans, collect_orphans
+from sandbox_cluster.host.orphans import adopting_orphans, collect_orphans
 from sandbox_cluster.host.pool import Pool
 from sandbox_cluster.host.work import Work
 from sandbox_cluster.judge.jail import Jail
@@ -97,12 +97,12 @@ def assemble(
 async def run(options: argparse.Namespace, host_tokens: str) -> None:
     """Serve until told to stop. Raises PreflightError or ConfigError with what to do."""
     config = config_of(options)
-    adopt_orphans()
-    collecting = asyncio.create_task(collect_orphans())
-    try:
-        await _run(options, config, host_tokens)
-    finally:
-        collecting.cancel()
+    with adopting_orphans():
+        collecting = asyncio.create_task(collect_orphans())
+        try:
+            await _run(options, config, host_tokens)
+        finally:
+            collecting.cancel()
 
 
 async def _run(options: argparse.Namespace, config: SandboxConfig, host_tokens: str) -> None:

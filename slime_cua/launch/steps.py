@@ -55,9 +55,9 @@ class Loop:
     def next_batch(self) -> list[EpisodeGroup]:
         """Wait for the groups of this step."""
         self._step_started = time.monotonic()
-        groups, self._values = self._session.play(
-            "next_batch", what=f"step {self.version + 1}: waiting for episodes", meanwhile=self._bring_weights
-        )
+        waiting = f"step {self.version + 1}: waiting for episodes"
+        self._session.console.progress(waiting)
+        groups, self._values = self._session.play("next_batch", what=waiting, meanwhile=self._bring_weights)
         return list(groups)
 
     def train(self, groups: list[EpisodeGroup]) -> None:
