@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import signal
 import time
@@ -11,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-_PR_SET_CHILD_SUBREAPER, _PR_GET_CHILD_SUBREAPER = 36, 37
+from sandbox_cluster.host.orphans import adopting_orphans
 
 
 @contextmanager
@@ -20,29 +19,12 @@ def no_child_left(grace_s: float = 3.0) -> Iterator[None]:
 
     Inside, orphans among the descendants come to this process instead of init (Linux), so that none is lost.
     """
-    with _adopting_orphans():
+    with adopting_orphans():
         before = set(descendants())
         try:
             yield
         finally:
             end(before, grace_s)
-
-
-@contextmanager
-def _adopting_orphans() -> Iterator[None]:
-    """Orphans among the descendants come to this process; outside Linux nothing changes."""
-    was_on = ctypes.c_int(0)
-    try:
-        prctl = ctypes.CDLL(None, use_errno=True).prctl
-        prctl(_PR_GET_CHILD_SUBREAPER, ctypes.byref(was_on), 0, 0, 0)
-        prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-    except (OSError, AttributeError):
-        yield
-        return
-    try:
-        yield
-    finally:
-        prctl(_PR_SET_CHILD_SUBREAPER, was_on.value, 0, 0, 0)
 
 
 def end(spared: set[int], grace_s: float) -> int:
