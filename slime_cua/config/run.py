@@ -69,8 +69,6 @@ class RunConfig(ConfigModel):
     seed: int = 0
     num_steps: int = Field(1000, ge=0)
     save_every: int = Field(10, ge=1)
-    eval_every: int = Field(0, ge=0)
-    """0: only at the end."""
     minutes: float = Field(0.0, ge=0)
     """Stop RL after this long; 0: no limit."""
     tasks: TaskConfig = TaskConfig()

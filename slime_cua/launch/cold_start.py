@@ -9,7 +9,6 @@ from pathlib import Path
 
 from slime_cua.core.errors import DataError
 from slime_cua.core.types import Episode, TrainSample
-from slime_cua.data.episodes import EpisodeStore
 from slime_cua.data.segments import build_segments
 from slime_cua.launch.session import Session, evenly
 
@@ -84,9 +83,3 @@ def _batches(samples: list[TrainSample], size: int, seed: int) -> Iterator[list[
             queue += rng.sample(samples, len(samples))
         yield queue[:size]
         queue = queue[size:]
-
-
-def stored_demonstrations(run_dir: Path) -> list[Episode]:
-    """The demonstrations of a run directory."""
-    store = EpisodeStore(run_dir / "episodes" / f"{DEMONSTRATIONS}.jsonl")
-    return [group.episodes[-1] for group in store]
