@@ -14,49 +14,77 @@ INITIAL_ESTIMATE = 0.5
 
 
 class _EstimatingSampler(TaskSampler):
-    """Keeps an exponential average of success for each task; 0.5 before any valid outcome."""
+    """Keeps an exponential average of success for each task; before any valid outcome its family's average, or 0.5.
 
-    def __init__(self, task_ids: Iterable[str], *, retention: float, seed: int) -> None:
+    family_of: {task: family}; tasks without one start at 0.5.
+    """
+
+    def __init__(
+        self,
+        task_ids: Iterable[str],
+        *,
+        retention: float,
+        seed: int,
+        family_of: Mapping[str, str] | None = None,
+    ) -> None:
         super().__init__(task_ids, seed=seed)
         if not 0 <= retention < 1:
             raise ValueError(
                 f"retention {retention} must be in [0, 1): the share of the old estimate that stays"
             )
         self.retention = retention
+        self._family_of = dict(family_of or {})
         self._estimate: dict[str, float] = {}
+        self._family_estimate: dict[str, float] = {}
 
     def estimates(self) -> dict[str, float]:
         """Success estimate of each task."""
-        return {task: self._estimate.get(task, INITIAL_ESTIMATE) for task in self._tasks}
+        return {task: self._estimate_of(task) for task in self._tasks}
+
+    def _estimate_of(self, task_id: str) -> float:
+        family = self._family_estimate.get(self._family_of.get(task_id, ""), INITIAL_ESTIMATE)
+        return self._estimate.get(task_id, family)
 
     def _learn(self, task_id: str, outcomes: list[float]) -> None:
-        """p <- retention p + (1 - retention) mean(outcomes)."""
-        old = self._estimate.get(task_id, INITIAL_ESTIMATE)
+        """p <- retention p + (1 - retention) mean(outcomes), for the task and for its family."""
         mean = math.fsum(outcomes) / len(outcomes)
-        self._estimate[task_id] = self.retention * old + (1.0 - self.retention) * mean
+        self._estimate[task_id] = self._moved(self._estimate_of(task_id), mean)
+        family = self._family_of.get(task_id)
+        if family is not None:
+            old = self._family_estimate.get(family, INITIAL_ESTIMATE)
+            self._family_estimate[family] = self._moved(old, mean)
+
+    def _moved(self, old: float, mean: float) -> float:
+        return self.retention * old + (1.0 - self.retention) * mean
 
     def _forget(self, task_id: str) -> None:
         self._estimate.pop(task_id, None)
 
     def state_dict(self) -> dict[str, Any]:
-        return super().state_dict() | {"estimate": dict(self._estimate)}
+        return super().state_dict() | {
+            "estimate": dict(self._estimate),
+            "family_estimate": dict(self._family_estimate),
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         super().load_state_dict(state)
         self._estimate = dict(state["estimate"])
+        self._family_estimate = dict(state["family_estimate"])
 
 
 class FrontierSampler(_EstimatingSampler):
     """Prefers tasks that the policy solves about `target` of the time.
 
-        p     <- retention p + (1 - retention) mean(valid successes of the group);  0.5 before any
+        p     <- retention p + (1 - retention) mean(valid successes of the group)
+                 before any: the same average over all groups of the task's family, where family_of names one; else 0.5
         g(p)  =  max(min_weight, exp(-(p - target)^2 / (2 sigma^2)))
         w     =  (1 - uniform_mix) g / sum g + uniform_mix / N
 
     reading: "retention" (given, above) keeps `retention` of the old; "step" reads it as the weight of the new one:
         p <- (1 - retention) p + retention mean. The paper's symbol allows both.
     No task starves: w >= max_expected_gap() ** -1 at every single draw, whatever its estimate.
-    Source: OS-Helix, section 3.4 (difficulty-aware sampling); floor and mixture are ours.
+    Source: OS-Helix, section 3.4 (difficulty-aware sampling); floor, mixture and family start are ours: with more tasks
+    than draws nearly every task is new, and without the family's average the sampler would stay uniform.
     """
 
     def __init__(
@@ -70,9 +98,13 @@ class FrontierSampler(_EstimatingSampler):
         uniform_mix: float = 0.2,
         seed: int,
         reading: Literal["retention", "step"] = "retention",
+        family_of: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__(
-            task_ids, retention=retention if reading == "retention" else 1 - retention, seed=seed
+            task_ids,
+            retention=retention if reading == "retention" else 1 - retention,
+            seed=seed,
+            family_of=family_of,
         )
         if not (sigma > 0 and 0 <= target <= 1 and 0 <= min_weight <= 1 and 0 <= uniform_mix <= 1):
             raise ValueError(
@@ -140,15 +172,23 @@ def make_sampler(
     *,
     seed: int,
     class_of: Mapping[str, str] | None = None,
+    family_of: Mapping[str, str] | None = None,
 ) -> TaskSampler:
-    """The sampler that config.name says, with its success_threshold. class_of: {task: class}, needed by weighted_classes."""
-    sampler = _by_name(task_ids, config, seed, class_of)
+    """The sampler that config.name says, with its success_threshold.
+
+    class_of: {task: class}, needed by weighted_classes. family_of: {task: family}, used by frontier with start = family.
+    """
+    sampler = _by_name(task_ids, config, seed, class_of, family_of)
     sampler.success_threshold = config.success_threshold
     return sampler
 
 
 def _by_name(
-    task_ids: Iterable[str], config: FrontierConfig, seed: int, class_of: Mapping[str, str] | None
+    task_ids: Iterable[str],
+    config: FrontierConfig,
+    seed: int,
+    class_of: Mapping[str, str] | None,
+    family_of: Mapping[str, str] | None,
 ) -> TaskSampler:
     if config.name == "uniform":
         return UniformSampler(task_ids, seed=seed)
@@ -170,4 +210,5 @@ def _by_name(
         min_weight=config.min_weight,
         uniform_mix=config.uniform_mix,
         seed=seed,
+        family_of=family_of if config.start == "family" else None,
     )

@@ -76,6 +76,8 @@ class FrontierConfig(ConfigModel):
     sigma: float = Field(0.25, gt=0)
     retention: float = Field(0.9, ge=0, lt=1)
     """Share of the old estimate kept at an update: p <- a p + (1 - a) mean(new)."""
+    start: Literal["half", "family"] = "half"
+    """Estimate of a task never tried: 0.5, or the average of its family (`metadata.family`) so far."""
     min_weight: float = Field(0.05, ge=0, le=1)
     uniform_mix: float = Field(0.2, ge=0, le=1)
     """Share of uniform draws; above 0, no task starves."""

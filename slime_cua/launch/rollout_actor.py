@@ -102,6 +102,7 @@ class RolloutActor:
             self.config.sampler,
             seed=self.config.seed,
             class_of={task.id: task.metadata["class"] for task in tasks if "class" in task.metadata},
+            family_of={task.id: task.family for task in tasks if task.family},
         )
         scheduler = Scheduler(rollout.groups_per_step, rollout.max_policy_lag, options=rollout.scheduler)
         if state is not None:

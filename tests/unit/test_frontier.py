@@ -37,6 +37,30 @@ def test_estimates_move_by_one_minus_retention_towards_the_mean_of_a_group():
     assert other_reading.estimates()["a"] == pytest.approx(0.1 * 0.5 + 0.9 * 0.75)
 
 
+def test_a_task_never_tried_starts_at_its_familys_average():
+    sampler = FrontierSampler(
+        ["a", "b", "c", "d"], retention=0.75, seed=0, family_of={"a": "x", "b": "x", "c": "y"}
+    )
+    sampler.update({"a": [1.0, 1.0]})
+    assert sampler.estimates() == {"a": 0.625, "b": 0.625, "c": 0.5, "d": 0.5}
+    sampler.update({"b": [0.0]})
+    # b's own estimate starts from the family's 0.625; the family's average moves as well, a's does not.
+    assert sampler.estimates() == {"a": 0.625, "b": 0.46875, "c": 0.5, "d": 0.5}
+    sampler.add_tasks(["e"])
+    again = FrontierSampler([], retention=0.75, seed=0, family_of={"a": "x", "b": "x", "c": "y", "e": "x"})
+    again.load_state_dict(json.loads(json.dumps(sampler.state_dict())))
+    assert again.estimates()["e"] == 0.46875
+
+
+def test_start_half_ignores_families():
+    for start, expected in (("half", 0.5), ("family", 0.55)):
+        sampler = make_sampler(
+            ["a", "b"], FrontierConfig(start=start), seed=0, family_of={"a": "x", "b": "x"}
+        )
+        sampler.update({"a": [1.0]})
+        assert sampler.estimates()["b"] == pytest.approx(expected)
+
+
 def test_invalid_outcomes_do_not_count():
     sampler = FrontierSampler(["a", "b"], seed=0)
     sampler.update({"a": [None, math.nan, 1.0], "b": [None, None]})
