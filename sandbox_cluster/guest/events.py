@@ -146,6 +146,19 @@ def total_pause_s(events: Iterable[InputEvent]) -> float:
     return sum(event.seconds for event in events if isinstance(event, Pause))
 
 
+def parted(events: Iterable[InputEvent]) -> list[Pause | list[InputEvent]]:
+    """`events` cut at its pauses."""
+    parts: list[Pause | list[InputEvent]] = []
+    for event in events:
+        if isinstance(event, Pause):
+            parts.append(event)
+        elif parts and isinstance(parts[-1], list):
+            parts[-1].append(event)
+        else:
+            parts.append([event])
+    return parts
+
+
 def _typed(text: str | None) -> str:
     if text is None:
         raise ValueError("needs text")

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import struct
 import zlib
 
 import numpy as np
+from PIL import Image
 
 SIGNATURE = b"\x89PNG\r\n\x1a\n"
 _UP = 2
@@ -69,6 +71,14 @@ def check_png(png: bytes, wh_px: tuple[int, int]) -> None:
         raise ValueError("PNG has no pixels")
     if position != len(png):
         raise ValueError("PNG is followed by other bytes")
+
+
+def is_black(png: bytes, wh_px: tuple[int, int]) -> bool:
+    """Whether every pixel of a whole PNG is black. Only a small file can be: a large one is not looked into."""
+    if len(png) > max(4096, wh_px[0] * wh_px[1] * 3 // 250):
+        return False
+    with Image.open(io.BytesIO(png)) as image:
+        return all(high == 0 for _, high in image.convert("RGB").getextrema())
 
 
 def _wrap(width: int, height: int, data: bytes) -> bytes:

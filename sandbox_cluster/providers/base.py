@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import base64
 import hashlib
-from collections.abc import Sequence
+import socket
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
@@ -22,7 +23,9 @@ if TYPE_CHECKING:
     from sandbox_cluster.providers.desktop import Desktop
 
 HOME = "/home/user"
-"""HOME of every desktop, as on OSWorld's machines."""
+"""HOME of every Linux desktop, as on OSWorld's machines."""
+CDP_PORT, VLC_PORT = 9222, 8080
+"""Where Chrome's debugger and VLC's remote control listen inside a desktop, as on OSWorld's machines."""
 DEFAULT_FILE_BYTES = 64 << 20
 """What get_file takes at most unless told otherwise."""
 
@@ -78,8 +81,32 @@ class Command:
     """Return as soon as it runs; it lives on, its output goes nowhere, no timeout."""
 
 
+@dataclass(frozen=True)
+class Platform:
+    """What differs between the systems that desktops run."""
+
+    name: str
+    """As in api.Requirements.os."""
+    home: str
+    interpreters: Mapping[str, tuple[str, str]]
+    """Language of a code action -> program, file suffix."""
+
+    @property
+    def is_windows(self) -> bool:
+        return self.name == "windows"
+
+
+LINUX = Platform("ubuntu", HOME, {"python": ("/usr/bin/python3", ".py"), "bash": ("/bin/bash", ".sh")})
+WINDOWS = Platform("windows", "C:\\Users\\Docker", {"python": ("python", ".py")})
+"""As on WindowsAgentArena's machines."""
+PLATFORMS = {platform.name: platform for platform in (LINUX, WINDOWS)}
+
+
 class Driver(Protocol):
-    """One running desktop. Every method raises SandboxError when the desktop is gone or does not answer in time."""
+    """One running desktop. Every method raises SandboxError when the desktop is gone or does not answer in time.
+
+    Seven methods where five are the rule: playing and looking are apart because a look may be repeated and input may not.
+    """
 
     @property
     def screen_wh_px(self) -> tuple[int, int]: ...
@@ -89,8 +116,12 @@ class Driver(Protocol):
         """False once the desktop is known to be gone; cheap, no round trip."""
         ...
 
-    async def act(self, events: Sequence[InputEvent], settle: Settle) -> Capture:
-        """Play `events`, wait until the screen is settled, capture. No events: just the capture."""
+    async def play(self, events: Sequence[InputEvent]) -> None:
+        """Play `events` in order. Never called twice for the same action."""
+        ...
+
+    async def capture(self, settle: Settle) -> Capture:
+        """Wait until the screen is settled, capture. Changes nothing: may be repeated."""
         ...
 
     async def run(self, command: Command) -> ExecuteReply:
@@ -103,6 +134,10 @@ class Driver(Protocol):
 
     async def get_file(self, path: str, max_bytes: int = DEFAULT_FILE_BYTES) -> bytes:
         """A regular file's bytes. OSError: missing, no permission, not a regular file, larger than max_bytes."""
+        ...
+
+    async def connect(self, port: int) -> socket.socket:
+        """A connection to a TCP port of the desktop's own loopback. OSError (ConnectionRefusedError) if nobody listens."""
         ...
 
     async def kill(self) -> None:

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import ntpath
 import shlex
+import socket
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
@@ -16,13 +18,14 @@ from typing import Any, TypeVar
 
 from sandbox_cluster.api import ExecuteReply, ExecuteRequest, Settle, StepRequest
 from sandbox_cluster.guest.events import InputEvent, compile_actions
-from sandbox_cluster.guest.png import check_png
-from sandbox_cluster.providers.base import DEFAULT_FILE_BYTES, HOME, Capture, Command, Driver
+from sandbox_cluster.guest.png import check_png, is_black
+from sandbox_cluster.providers.base import DEFAULT_FILE_BYTES, LINUX, Capture, Command, Driver, Platform
 from slime_cua.core.errors import SandboxError, UnknownOutcomeError
 
 MAX_KEPT_RESULTS = 64
 """Results kept for repeated action ids. Older ids are remembered without their result and never run again."""
-_INTERPRETERS = {"python": ("/usr/bin/python3", ".py"), "bash": ("/bin/bash", ".sh")}
+CAPTURE_TIMEOUT_S = 10.0
+"""Beyond what a settle may wait. A capture that hangs is tried once more; twice this is less than a step's 30 s."""
 
 R = TypeVar("R", Capture, ExecuteReply)
 
@@ -30,14 +33,33 @@ R = TypeVar("R", Capture, ExecuteReply)
 class Desktop:
     """A running desktop in a slot of its provider. All methods raise SandboxError when it is gone."""
 
-    def __init__(self, driver: Driver, provider_name: str, slot: int, boot_s: float) -> None:
+    def __init__(
+        self,
+        driver: Driver,
+        provider_name: str,
+        slot: int,
+        boot_s: float,
+        *,
+        platform: Platform = LINUX,
+        control_url: str = "",
+        clock_skew_s: float = 0.0,
+        capture_timeout_s: float = CAPTURE_TIMEOUT_S,
+    ) -> None:
         self._driver = driver
+        self._capture_timeout_s = capture_timeout_s
         self._input_lock = asyncio.Lock()
         self._results: OrderedDict[str, tuple[str, asyncio.Task[Any] | None]] = OrderedDict()
         self.provider_name = provider_name
         self.slot = slot
         self.boot_s = boot_s
         """Seconds from the call of boot() to the first screenshot, waiting for a turn not counted."""
+        self.platform = platform
+        self.control_url = control_url
+        """URL of an OSWorld control server inside; empty: there is none, and guest.server speaks its protocol."""
+        self.clock_skew_s = clock_skew_s
+        """The desktop's clock less this machine's, when it was handed out."""
+        self.num_black_captures = 0
+        """Screens that were black twice in a row. A lock screen may be; many of them mean a broken display."""
 
     @property
     def screen_wh_px(self) -> tuple[int, int]:
@@ -59,7 +81,7 @@ class Desktop:
 
     async def execute(self, request: ExecuteRequest) -> ExecuteReply:
         """Run a code action in a fresh process; at most once an action id, as step()."""
-        command = _script(
+        command = self._script(
             request.action.language, request.action.code, request.timeout_s, request.max_output_bytes
         )
         digest = _digest(request.model_dump_json())
@@ -72,14 +94,31 @@ class Desktop:
     async def play(self, events: Sequence[InputEvent], settle: Settle) -> Capture:
         """Play input events, settle, capture; one caller at a time. No action id: the caller answers for repeats."""
         async with self._input_lock:
-            capture = await self._driver.act(events, settle)
-            try:
-                return self._checked(capture)
-            except SandboxError:
-                return self._checked(await self._driver.act((), settle))
+            if events:
+                await self._driver.play(events)
+            return await self._look(settle)
+
+    async def _look(self, settle: Settle) -> Capture:
+        """A whole capture of the right size. One that hangs, is broken or black is taken once more: looking changes nothing."""
+        try:
+            first = await self._captured(settle)
+        except SandboxError:
+            return await self._captured(settle)
+        if not is_black(first.png, self.screen_wh_px):
+            return first
+        second = await self._captured(settle)
+        self.num_black_captures += is_black(second.png, self.screen_wh_px)
+        return second
+
+    async def _captured(self, settle: Settle) -> Capture:
+        timeout_s = self._capture_timeout_s + settle.max_ms / 1000
+        try:
+            async with asyncio.timeout(timeout_s):
+                return self._checked(await self._driver.capture(settle))
+        except TimeoutError:
+            raise SandboxError(f"desktop {self.slot}: no screenshot within {timeout_s:g} s") from None
 
     def _checked(self, capture: Capture) -> Capture:
-        """`capture` if it is whole and of the right size. A broken one is taken once more: looking changes nothing."""
         size = (capture.width_px, capture.height_px)
         if size != self.screen_wh_px:
             raise SandboxError(f"desktop {self.slot}: captured {size}, the screen is {self.screen_wh_px}")
@@ -95,14 +134,14 @@ class Desktop:
         is_shell: bool = False,
         timeout_s: float = 120.0,
         max_output_bytes: int = 1 << 20,
-        cwd: str = HOME,
+        cwd: str = "",
         is_merged: bool = False,
     ) -> ExecuteReply:
-        """Run a program with OSWorld's reading of `command` (see argv_of). OSError if it cannot be started."""
+        """Run a program in `cwd` (HOME if empty) with OSWorld's reading of `command` (see argv_of). OSError if it cannot be started."""
         return await self._driver.run(
             Command(
-                argv=argv_of(command, is_shell),
-                cwd=cwd,
+                argv=argv_of(command, is_shell, self.platform),
+                cwd=cwd or self.platform.home,
                 timeout_s=timeout_s,
                 max_output_bytes=max_output_bytes,
                 is_merged=is_merged,
@@ -110,24 +149,28 @@ class Desktop:
         )
 
     async def run_script(
-        self, language: str, code: str, timeout_s: float, cwd: str = HOME, is_merged: bool = False
+        self, language: str, code: str, timeout_s: float, cwd: str = "", is_merged: bool = False
     ) -> ExecuteReply:
         """Run a "python" or "bash" script in a fresh process. OSError for a cwd that does not work."""
-        return await self._driver.run(
-            replace(_script(language, code, timeout_s), cwd=cwd, is_merged=is_merged)
-        )
+        command = self._script(language, code, timeout_s)
+        return await self._driver.run(replace(command, cwd=cwd or self.platform.home, is_merged=is_merged))
 
     async def launch(self, command: str | Sequence[str], is_shell: bool = False) -> None:
         """Start a program and leave it running. OSError if it cannot be started."""
-        await self._driver.run(Command(argv=argv_of(command, is_shell), is_detached=True))
+        argv = argv_of(command, is_shell, self.platform)
+        await self._driver.run(Command(argv=argv, cwd=self.platform.home, is_detached=True))
 
     async def put_file(self, path: str, data: bytes) -> None:
         """Write a file as the desktop's user; `~` is HOME, missing parents are made. OSError as the desktop gave it."""
-        await self._driver.put_file(_absolute(path), data)
+        await self._driver.put_file(_absolute(path, self.platform), data)
 
     async def get_file(self, path: str, max_bytes: int = DEFAULT_FILE_BYTES) -> bytes:
         """A regular file's bytes. OSError: missing, not regular, no permission, larger than max_bytes."""
-        return await self._driver.get_file(_absolute(path), max_bytes)
+        return await self._driver.get_file(_absolute(path, self.platform), max_bytes)
+
+    async def connect(self, port: int) -> socket.socket:
+        """A connection to a TCP port inside the desktop; the caller closes it. OSError if nobody listens there."""
+        return await self._driver.connect(port)
 
     async def kill(self) -> None:
         """End the desktop and everything in it. May be repeated."""
@@ -153,6 +196,22 @@ class Desktop:
             return replace(result, is_replay=True)
         return result.model_copy(update={"is_replay": True})
 
+    def _script(self, language: str, code: str, timeout_s: float, max_output_bytes: int = 1 << 20) -> Command:
+        if language not in self.platform.interpreters:
+            raise ValueError(
+                f"{language} is not there on {self.platform.name} desktops; "
+                f"use {' or '.join(self.platform.interpreters)}"
+            )
+        program, suffix = self.platform.interpreters[language]
+        return Command(
+            argv=(program,),
+            script=code.encode("utf-8", "surrogatepass"),
+            script_suffix=suffix,
+            cwd=self.platform.home,
+            timeout_s=timeout_s,
+            max_output_bytes=max_output_bytes,
+        )
+
     def _forget_old(self) -> None:
         kept = [key for key, (_, task) in self._results.items() if task is not None]
         for key in kept[: max(0, len(kept) - MAX_KEPT_RESULTS)]:
@@ -161,38 +220,30 @@ class Desktop:
                 self._results[key] = (digest, None)
 
 
-def _script(language: str, code: str, timeout_s: float, max_output_bytes: int = 1 << 20) -> Command:
-    interpreter, suffix = _INTERPRETERS[language]
-    return Command(
-        argv=(interpreter,),
-        script=code.encode("utf-8", "surrogatepass"),
-        script_suffix=suffix,
-        timeout_s=timeout_s,
-        max_output_bytes=max_output_bytes,
-    )
-
-
-def argv_of(command: str | Sequence[str], is_shell: bool) -> tuple[str, ...]:
+def argv_of(command: str | Sequence[str], is_shell: bool, platform: Platform = LINUX) -> tuple[str, ...]:
     """What OSWorld's server starts for `command`: text is split unless a shell reads it; with a shell, a list's first
     item is the script and the others are $0, $1, ...; `~/` at the head of a list item is HOME. ValueError if empty.
     """
+    shell = ["cmd", "/c"] if platform.is_windows else ["/bin/sh", "-c"]
     if isinstance(command, str):
-        argv = ["/bin/sh", "-c", command] if is_shell else shlex.split(command)
+        argv = [*shell, command] if is_shell else shlex.split(command, posix=not platform.is_windows)
     else:
-        argv = [HOME + item[1:] if item.startswith("~/") else item for item in command]
-        argv = ["/bin/sh", "-c", *argv] if is_shell and argv else argv
+        argv = [platform.home + item[1:] if item.startswith("~/") else item for item in command]
+        argv = [*shell, *argv] if is_shell and argv else argv
     if not argv:
         raise ValueError("the command is empty")
     return tuple(argv)
 
 
-def _absolute(path: str) -> str:
+def _absolute(path: str, platform: Platform) -> str:
     """`path` with a leading ~ as HOME, relative to HOME otherwise. ValueError for an empty one or one with NUL."""
     if not path or "\0" in path:
         raise ValueError(f"not a path on the desktop: {path!r}")
     if path == "~" or path.startswith("~/"):
-        return HOME + path[1:]
-    return path if path.startswith("/") else f"{HOME}/{path}"
+        return platform.home + path[1:]
+    if platform.is_windows:
+        return path if ntpath.splitdrive(path)[0] else ntpath.join(platform.home, path)
+    return path if path.startswith("/") else f"{platform.home}/{path}"
 
 
 def _digest(text: str) -> str:

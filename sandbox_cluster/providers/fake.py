@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import hashlib
+import socket
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -39,11 +40,15 @@ class Faults:
     num_failing_boots: int = 0
     """So many boots from now on fail."""
     num_lost_replies: int = 0
-    """So many acts or runs from now on happen, then raise as if the answer was lost."""
+    """So many plays or runs from now on happen, then raise as if the answer was lost."""
     num_broken_screenshots: int = 0
     """So many captures from now on are cut off."""
+    num_hung_screenshots: int = 0
+    """So many captures from now on never end."""
+    num_black_screenshots: int = 0
+    """So many captures from now on are black."""
     num_deaths: int = 0
-    """So many acts or runs from now on end their desktop before anything is played."""
+    """So many plays or runs from now on end their desktop before anything is played."""
 
 
 class FakeDriver:
@@ -54,6 +59,8 @@ class FakeDriver:
         self._faults = faults
         self._is_alive = True
         self.files: Files = {EVENT_LOG: b""}
+        self.ports: dict[int, int] = {}
+        """Port inside -> port of a listener on this machine's loopback, which a test puts there."""
 
     @property
     def screen_wh_px(self) -> tuple[int, int]:
@@ -63,16 +70,24 @@ class FakeDriver:
     def is_alive(self) -> bool:
         return self._is_alive
 
-    async def act(self, events: Sequence[InputEvent], settle: Settle) -> Capture:
-        await self._enter(can_die=bool(events))
+    async def play(self, events: Sequence[InputEvent]) -> None:
+        await self._enter(can_die=True)
         for event in events:
             if isinstance(event, Pause):
                 await asyncio.sleep(event.seconds)
                 self._still_alive()
             self.files[EVENT_LOG] = self.files.get(EVENT_LOG, b"") + f"{event!r}\n".encode()
-        if events:
-            self._lose_reply()
+        self._lose_reply()
+
+    async def capture(self, settle: Settle) -> Capture:
+        await self._enter()
+        if self._faults.num_hung_screenshots > 0:
+            self._faults.num_hung_screenshots -= 1
+            await asyncio.Event().wait()
         png = encode_solid(self._screen_wh_px, self._colour())
+        if self._faults.num_black_screenshots > 0:
+            self._faults.num_black_screenshots -= 1
+            png = encode_solid(self._screen_wh_px, (0, 0, 0))
         if self._faults.num_broken_screenshots > 0:
             self._faults.num_broken_screenshots -= 1
             png = png[: len(png) // 2]
@@ -99,6 +114,15 @@ class FakeDriver:
         if len(data) > max_bytes:
             raise OSError(errno.EFBIG, f"file has {len(data)} bytes, more than {max_bytes}", path)
         return data
+
+    async def connect(self, port: int) -> socket.socket:
+        await self._enter()
+        if port not in self.ports:
+            raise ConnectionRefusedError(errno.ECONNREFUSED, f"nobody listens on port {port}")
+        connection = socket.socket()
+        connection.setblocking(False)
+        await asyncio.get_running_loop().sock_connect(connection, ("127.0.0.1", self.ports[port]))
+        return connection
 
     async def kill(self) -> None:
         self._is_alive = False

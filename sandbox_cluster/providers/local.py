@@ -127,7 +127,7 @@ class LocalProvider:
         try:
             async with asyncio.timeout(self._config.boot_timeout_s):
                 await driver.start()
-                await driver.act((), Settle(quiet_ms=0, max_ms=0))
+                await driver.capture(Settle(quiet_ms=0, max_ms=0))
         except BaseException as error:
             complaint = sandbox.complaint()
             await asyncio.shield(driver.kill())

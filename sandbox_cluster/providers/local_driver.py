@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import socket
 import threading
 import time
 from collections.abc import Awaitable, Callable, Sequence
@@ -11,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from sandbox_cluster.api import ExecuteReply, Settle
-from sandbox_cluster.guest.events import InputEvent, Pause
+from sandbox_cluster.guest.events import InputEvent, Pause, parted
 from sandbox_cluster.guest.home import WM_CONFIG, home_files, x_resources
 from sandbox_cluster.guest.link import AgentLink, read_memory_file, socket_of
 from sandbox_cluster.guest.player import Player
@@ -94,19 +95,30 @@ class LocalDriver:
         self._x = await self._workers.wait_for(XConnection, connection)
         self._player = await self._workers.wait_for(self._dress)
 
-    async def act(self, events: Sequence[InputEvent], settle: Settle) -> Capture:
+    async def play(self, events: Sequence[InputEvent]) -> None:
         try:
-            for part in _parts(events):
+            for part in parted(events):
                 if isinstance(part, Pause):
                     await asyncio.sleep(part.seconds)
                 else:
                     await self._workers.wait_for(self._play, part)
+        except OSError as error:
+            raise SandboxError(f"the desktop's screen is gone: {error}") from error
+
+    async def capture(self, settle: Settle) -> Capture:
+        try:
             is_settled = await self._settle(settle)
             screen = self._parts_needed()[2]
             png = await self._workers.encode(screen.last_png)
         except OSError as error:
             raise SandboxError(f"the desktop's screen is gone: {error}") from error
         return Capture(png, *self.screen_wh_px, time_s=time.time(), is_settled=is_settled)
+
+    async def connect(self, port: int) -> socket.socket:
+        with await self._link.ask("connect", {"port": port}, ANSWER_TIMEOUT_S) as answer:
+            connection = socket_of(answer.take())
+        connection.setblocking(False)
+        return connection
 
     async def run(self, command: Command) -> ExecuteReply:
         values = {
@@ -198,16 +210,3 @@ class LocalDriver:
         x = self._parts_needed()[0] if self._player else None
         # openbox sets _NET_SUPPORTING_WM_CHECK early: a window mapped right then is now and then never shown
         return x is not None and bool(x.property_words(x.root, "_NET_SHOWING_DESKTOP"))
-
-
-def _parts(events: Sequence[InputEvent]) -> list[Pause | list[InputEvent]]:
-    """`events` cut at its pauses."""
-    parts: list[Pause | list[InputEvent]] = []
-    for event in events:
-        if isinstance(event, Pause):
-            parts.append(event)
-        elif parts and isinstance(parts[-1], list):
-            parts[-1].append(event)
-        else:
-            parts.append([event])
-    return parts
