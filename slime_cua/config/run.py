@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from slime_cua.config.algo import AdvantageConfig, FrontierConfig, LossConfig
 from slime_cua.config.base import ConfigModel
@@ -81,3 +81,12 @@ class RunConfig(ConfigModel):
     sft: SftConfig = SftConfig()
     evaluation: EvalConfig = EvalConfig()
     log: LogConfig = LogConfig()
+
+    @model_validator(mode="after")
+    def _one_step_where_old_weights_are_kept(self) -> RunConfig:
+        if self.trainer.steps_per_collection > 1 and self.loss.pi_old != "engine":
+            raise ValueError(
+                f"trainer.steps_per_collection = {self.trainer.steps_per_collection} needs loss.pi_old = engine: "
+                f"{self.loss.pi_old} keeps the weights of a version, not of each step within it"
+            )
+        return self

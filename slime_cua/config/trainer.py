@@ -38,6 +38,8 @@ class TrainerConfig(ConfigModel):
     parallel: ParallelConfig = ParallelConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     dtype: Literal["fp32", "bf16"] = "bf16"
+    steps_per_collection: int = Field(1, ge=1)
+    """Optimiser steps over one collection of groups, each over its own share of the samples; the version counts once."""
     max_tokens_per_rank: int = Field(32768, ge=16)
     """Token budget (images expanded) of one packed micro-batch."""
     freeze_vision: bool = True

@@ -9,9 +9,10 @@ from typing import Any
 
 from slime_cua.core.errors import EngineError
 from slime_cua.core.types import EpisodeGroup
-from slime_cua.data.samples import make_train_samples
+from slime_cua.data.samples import make_train_samples, split_samples
 from slime_cua.launch.session import Session
 from slime_cua.launch.trainer_group import RayTrainerGroup
+from slime_cua.observability.metrics import over_steps
 
 RETRY_S = 1.0
 """Between tries to publish while engines restart."""
@@ -61,7 +62,7 @@ class Loop:
         return list(groups)
 
     def train(self, groups: list[EpisodeGroup]) -> None:
-        """One optimiser step over all segments of `groups`."""
+        """trainer.steps_per_collection optimiser steps, each over its share of the segments of `groups`."""
         self._session.console.progress(f"step {self.version + 1}: training")
         rollout = self._config.rollout
         is_masked = rollout.scheduler.stale == "mask"
@@ -71,17 +72,23 @@ class Loop:
             seed=self._config.seed + self.version,
             oldest_version=self.version - rollout.max_policy_lag if is_masked else 0,
         )
-        metrics = self._trainer.call(
-            "train_step",
-            samples,
-            self._session.images,
-            loss=self._config.loss.name,
-            section=self._config.loss,
-            policy_version=self.version,
-            max_policy_lag=rollout.max_policy_lag,
-            temperature=self._config.rollout.sampling.temperature,
+        shares = split_samples(
+            samples, self._config.trainer.steps_per_collection, seed=self._config.seed + self.version
         )
-        self._values |= metrics
+        metrics = [
+            self._trainer.call(
+                "train_step",
+                share,
+                self._session.images,
+                loss=self._config.loss.name,
+                section=self._config.loss,
+                policy_version=self.version,
+                max_policy_lag=rollout.max_policy_lag,
+                temperature=rollout.sampling.temperature,
+            )
+            for share in shares
+        ]
+        self._values |= over_steps(metrics)
         self.version += 1
 
     def publish(self) -> None:

@@ -62,3 +62,9 @@ def test_resolved_config_loads_back_equal(tmp_path):
     config = load(RunConfig, None, ["seed=3", "sandbox.screen_wh_px=[640,384]"])
     save_resolved(config, tmp_path / "config.yaml")
     assert load(RunConfig, tmp_path / "config.yaml") == config
+
+
+def test_several_steps_a_collection_need_the_engines_log_probs():
+    with pytest.raises(ConfigError, match="steps_per_collection = 2 needs loss.pi_old = engine: proximal"):
+        load(RunConfig, None, ["trainer.steps_per_collection=2", "loss.pi_old=proximal"])
+    assert load(RunConfig, None, ["trainer.steps_per_collection=2"]).trainer.steps_per_collection == 2
