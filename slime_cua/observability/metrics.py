@@ -6,6 +6,7 @@ A name is an API: scripts and dashboards read it. `axis` says what a value belon
 from __future__ import annotations
 
 import fnmatch
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 

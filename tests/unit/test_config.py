@@ -65,6 +65,6 @@ def test_resolved_config_loads_back_equal(tmp_path):
 
 
 def test_several_steps_a_collection_need_the_engines_log_probs():
-    with pytest.raises(ConfigError, match="steps_per_collection = 2 needs loss.pi_old = engine: proximal"):
+    with pytest.raises(ConfigError, match=r"steps_per_collection = 2 needs loss\.pi_old = engine: proximal"):
         load(RunConfig, None, ["trainer.steps_per_collection=2", "loss.pi_old=proximal"])
     assert load(RunConfig, None, ["trainer.steps_per_collection=2"]).trainer.steps_per_collection == 2
