@@ -1,13 +1,16 @@
 """Hugging Face folders in and out, strictly."""
 
 from slime_cua.convert.expected import check_hf_folder, expected_shapes
+from slime_cua.convert.expert_layout import ExpertLayout, expert_layout
 from slime_cua.convert.hf_folder import TensorInfo, copy_companions, read_config, tensor_table
 
 __all__ = [
+    "ExpertLayout",
     "TensorInfo",
     "check_hf_folder",
     "copy_companions",
     "expected_shapes",
+    "expert_layout",
     "read_config",
     "tensor_table",
 ]

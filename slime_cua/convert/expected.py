@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from slime_cua.convert.expert_layout import expected_in_layout, expert_layout
 from slime_cua.convert.hf_folder import TensorInfo, compare_tables, read_config, tensor_table
 from slime_cua.core.errors import CheckpointError
 
@@ -20,7 +21,8 @@ def check_hf_folder(hf_dir: Path | str) -> dict[str, TensorInfo]:
     """
     check_tokenizer(hf_dir)
     found = tensor_table(hf_dir)
-    compare_tables(found, expected_shapes(hf_dir), hf_dir, PASSED_PREFIXES)
+    expected = expected_in_layout(expected_shapes(hf_dir), expert_layout(found, read_config(hf_dir)))
+    compare_tables(found, expected, hf_dir, PASSED_PREFIXES)
     return found
 
 
@@ -48,7 +50,7 @@ def check_tokenizer(hf_dir: Path | str) -> None:
 
 
 def expected_shapes(hf_dir: Path | str) -> dict[str, tuple[int, ...]]:
-    """Tensor name -> shape in the checkpoint layout. Tied heads appear once, under the embedding's name."""
+    """Tensor name -> shape as transformers' class has them, experts in layout out_in. Tied heads appear once, under the embedding's name."""
     import torch
     import transformers
 

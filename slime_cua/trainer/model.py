@@ -13,7 +13,7 @@ import torch
 
 import megatron_patches
 from slime_cua.config.trainer import TrainerConfig
-from slime_cua.convert import TensorInfo
+from slime_cua.convert import ExpertLayout, TensorInfo, expert_layout, read_config
 from slime_cua.kernels.linear_logprob import linear_logprob
 from slime_cua.trainer.batch import Microbatch
 from slime_cua.trainer.vision import VisionTower
@@ -40,7 +40,9 @@ class PolicyModel:
         self.module = get_mcore_model(self.config)[0]
         megatron_patches.apply_to_model(self.module, self.config)
         _keep_float32(self.module, tensors)
-        self.config.bridge.load_weights([self.module], str(hf_dir))
+        bridge = self.config.bridge
+        _keep_expert_layout(bridge, expert_layout(tensors, read_config(hf_dir)))
+        bridge.load_weights([self.module], str(hf_dir))
         self._text = getattr(self.module, "language_model", self.module)
         self._text._forward_output_layer = self._select_rows
         self._rows: torch.Tensor | None = None
@@ -76,7 +78,7 @@ class PolicyModel:
         )
 
     def export(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Hugging Face (name, whole tensor) pairs. All ranks must iterate to the end together."""
+        """(name, whole tensor) pairs as in the folder loaded. All ranks must iterate to the end together."""
         for name, tensor in self.config.bridge.export_weights([self.module]):
             if tensor is not None:
                 yield name, tensor.detach()
@@ -137,6 +139,13 @@ class PolicyModel:
         from megatron.core import mpu
 
         return mpu.get_tensor_model_parallel_group() if self.config.tensor_model_parallel_size > 1 else None
+
+
+def _keep_expert_layout(bridge: Any, layout: ExpertLayout) -> None:
+    """Experts go out as they came in. The bridge decides by the model's name; the same architecture is stored in several ways."""
+    if layout != "none":
+        bridge._get_hf_experts_attr = lambda is_mtp=False: (layout != "split", layout != "split")
+        bridge._get_need_transpose = lambda: layout == "in_out"
 
 
 def _keep_float32(module: torch.nn.Module, tensors: dict[str, TensorInfo]) -> None:

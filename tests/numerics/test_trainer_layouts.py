@@ -1,7 +1,7 @@
 """The trainer against transformers, under TP, SP, DP, recompute and the distributed optimiser: one start for all layouts.
 
 tp2_recompute packs everything into one micro-batch, the others into several. Three models (Qwen3.5 with full attention only, tied;
-Qwen3.5 with gated delta net, untied; Qwen3-VL with deepstack features), five ragged samples with and without images,
+Qwen3.5 with gated delta net, untied; Qwen3-VL with deepstack features), six ragged samples with no, one, several and ten images,
 float32. Tolerances are float32 noise; gated delta net's chunked recurrence orders its sums otherwise than transformers'.
 """
 
@@ -22,9 +22,9 @@ from tests.numerics.tiny_models import FULL, HYBRID, make_qwen3vl, make_qwen35
 from tests.numerics.trainer_cases import make_samples
 
 MODELS = ("full", "hybrid", "vl")
-LAYOUTS = ("dp2", "dp2_distopt", "tp2", "tp2_sp", "tp2_recompute")
+LAYOUTS = ("tp2", "tp2_sp", "tp2_recompute", "dp2", "dp2_distopt")
 WITH_GRADIENTS = tuple(name for name in LAYOUTS if name != "dp2_distopt")
-GRADIENT_TOLERANCE = {"full": 1e-4, "hybrid": 1e-3, "vl": 1e-4}
+GRADIENT_TOLERANCE = {"full": 1e-4, "hybrid": 3e-3, "vl": 1e-4}
 
 pytestmark = [
     pytest.mark.slow,
@@ -55,6 +55,7 @@ def results(scratch: Path, folders: dict[str, Path]) -> dict[str, Any]:
         "-m",
         "tests.numerics.trainer_matrix",
         str(scratch / "out.pt"),
+        ",".join(LAYOUTS),
         *map(str, folders.values()),
     ]
     environment = {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
@@ -66,7 +67,7 @@ def results(scratch: Path, folders: dict[str, Path]) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def expected(folders: dict[str, Path]) -> dict[str, Any]:
-    samples, store = make_samples()
+    samples, store = make_samples(with_ten_images=True)
     return {name: reference(folder, samples, store) for name, folder in folders.items()}
 
 

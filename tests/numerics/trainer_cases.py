@@ -30,14 +30,16 @@ class MemoryStore:
         return self._png[ref.sha256]
 
 
-def make_samples() -> tuple[list[TrainSample], MemoryStore]:
-    """Five ragged samples; images of two sizes, one of them shown twice."""
+def make_samples(with_ten_images: bool = False) -> tuple[list[TrainSample], MemoryStore]:
+    """Five ragged samples; images of two sizes, one of them shown twice. With ten images: a sixth sample that shows ten."""
     rng = np.random.default_rng(7)
     store = MemoryStore()
     shots = [
         store.put(rng.integers(0, 255, (h, w, 3), dtype=np.uint8)) for h, w in ((64, 96), (96, 64), (64, 96))
     ]
     shown = [[], [shots[0]], [shots[1], shots[0], shots[2]], [], [shots[2], shots[2]]]
+    if with_ten_images:
+        shown.append([shots[i % 3] for i in range(10)])
     return [_sample(f"s{i}", images, rng) for i, images in enumerate(shown)], store
 
 

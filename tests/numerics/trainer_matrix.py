@@ -1,6 +1,6 @@
 """Run the trainer under several layouts in one start of two processes, and save what it computed.
 
-python -m tests.numerics.trainer_matrix OUT.pt FULL_DIR HYBRID_DIR   (the tests read OUT.pt)
+python -m tests.numerics.trainer_matrix OUT.pt LAYOUT,LAYOUT MODEL_DIR MODEL_DIR   (the tests read OUT.pt)
 """
 
 from __future__ import annotations
@@ -25,15 +25,22 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "dp2_distopt": {"parallel": ParallelConfig(tp=1, dp=2)},
     "tp2": {"parallel": ParallelConfig(tp=2)},
     "tp2_sp": {"parallel": ParallelConfig(tp=2, sequence_parallel=True)},
+    "dp2_ep2": {"parallel": ParallelConfig(tp=1, dp=2, ep=2)},
+    "tp2_sp_ep2": {"parallel": ParallelConfig(tp=2, ep=2, sequence_parallel=True)},
     "tp2_recompute": {"parallel": ParallelConfig(tp=2), "recompute": "full", "max_tokens_per_rank": 512},
 }
+
+
+SAVED_AT, RESUMED_AT = ("tp2", "tp2_sp_ep2"), ("dp2_distopt", "dp2_ep2")
+WITHOUT_WHOLE_GRADIENTS = ("dp2_distopt", "dp2_ep2")
+"""The distributed optimiser keeps each rank's shard only."""
 
 
 def config_of(layout: str) -> TrainerConfig:
     """Small micro-batches, so that every rank has several; one for all where the layout says so."""
     common: dict[str, Any] = {
         "dtype": "fp32",
-        "max_tokens_per_rank": 96,
+        "max_tokens_per_rank": 208,
         "freeze_vision": False,
         "optimizer": OptimizerConfig(lr=1e-3, weight_decay=0.01),
     }
@@ -93,11 +100,11 @@ def symptoms(trainer: TrainerRank, samples: Any, store: Any) -> dict[str, Any]:
 
 def run_layout(trainer: TrainerRank, folder: Path, layout: str, scratch: Path) -> dict[str, Any]:
     """Everything the tests look at, for one model under one layout."""
-    samples, store = make_samples()
+    samples, store = make_samples(with_ten_images=True)
     trainer.load(folder)
     out: dict[str, Any] = {"logp": trainer.logprobs(samples, store)}
     out["export"] = {name: tensor.clone() for name, tensor in trainer.named_hf_tensors("source")}
-    if layout != "dp2_distopt":
+    if layout not in WITHOUT_WHOLE_GRADIENTS:
         out.update(gradients(trainer, samples, store))
     has_symptoms = any("linear_attn" in name or "deepstack" in name for name in out["export"])
     if has_symptoms and layout in ("tp2", "tp2_sp"):
@@ -107,7 +114,7 @@ def run_layout(trainer: TrainerRank, folder: Path, layout: str, scratch: Path) -
     trainer.load(folder)
     losses, norms = [], []
     for step in range(NUM_STEPS):
-        if layout == "tp2" and step == 2:
+        if layout in SAVED_AT and step == 2:
             trainer.save(scratch / f"saved_{folder.name}", step)
         metrics = trainer.train_step(samples, store, "sft")
         losses.append(metrics["sft/loss"])
@@ -119,8 +126,8 @@ def run_layout(trainer: TrainerRank, folder: Path, layout: str, scratch: Path) -
 
 
 def resume(trainer: TrainerRank, folder: Path, scratch: Path) -> dict[str, Any]:
-    """Losses of a run continued from what tp2 saved after two steps."""
-    samples, store = make_samples()
+    """Losses of a run continued from what another layout saved after two steps."""
+    samples, store = make_samples(with_ten_images=True)
     trainer.load(folder)
     step = trainer.restore(scratch / f"saved_{folder.name}")
     losses = [trainer.train_step(samples, store, "sft")["sft/loss"] for _ in range(NUM_STEPS - step)]
@@ -134,11 +141,11 @@ def serve(rank: int, ports: dict[str, int], out: Path, folders: list[Path]) -> N
     """One of the two processes."""
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     results: dict[str, Any] = {}
-    for layout in ("tp2", "tp2_sp", "tp2_recompute", "dp2", "dp2_distopt"):
-        trainer = TrainerRank(config_of(layout), rank, 2, "127.0.0.1", ports[layout])
+    for layout, port in ports.items():
+        trainer = TrainerRank(config_of(layout), rank, 2, "127.0.0.1", port)
         for folder in folders:
             results[f"{layout}/{folder.name}"] = run_layout(trainer, folder, layout, out.parent)
-            if layout == "dp2_distopt":
+            if layout in RESUMED_AT:
                 results[f"resumed/{folder.name}"] = resume(trainer, folder, out.parent)
         trainer.close()
     if rank == 0:
@@ -146,8 +153,8 @@ def serve(rank: int, ports: dict[str, int], out: Path, folders: list[Path]) -> N
 
 
 def main() -> None:
-    out, folders = Path(sys.argv[1]), [Path(name) for name in sys.argv[2:]]
-    ports = {layout: free_port() for layout in LAYOUTS}
+    out, folders = Path(sys.argv[1]), [Path(name) for name in sys.argv[3:]]
+    ports = {layout: free_port() for layout in sys.argv[2].split(",")}
     context = multiprocessing.get_context("spawn")
     processes = [context.Process(target=serve, args=(rank, ports, out, folders)) for rank in range(2)]
     for process in processes:
