@@ -1,6 +1,7 @@
 """Does the main job learn, and from what? Several seeds, each with control arms that start where RL starts.
 
     python -m slime_cua.evaluation.learning --config recipes/quickstart.yaml --seeds 0,1,2 --out runs/learning
+    ... --parallel 8        on a machine with 16 cores: eight runs side by side, each pinned to two of them
 
 Arms of a seed:  main       base, SFT and SFT+RL
                  more_sft   goes on with the cold start's data for as long as RL took
@@ -13,10 +14,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import queue
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +30,7 @@ import numpy as np
 from sandbox_cluster.tasks.loader import load_tasks
 from slime_cua.config.base import load
 from slime_cua.config.run import RunConfig
-from slime_cua.core.errors import InfrastructureError
+from slime_cua.core.errors import ConfigError, InfrastructureError
 from slime_cua.core.files import write_atomic
 from slime_cua.core.types import Task
 from slime_cua.data.episodes import EpisodeStore
@@ -41,45 +46,101 @@ COMPARISONS = (
     ("shuffled", "sft", "RL with shuffled advantages"),
     ("blind", "rl", "grey screenshots"),
 )
+CONTROL_MARGIN = 1.1
+"""The control goes on with SFT for this times the minutes that RL is given: never less than RL's time with its last step."""
+POLL_S = 1.0
 NEEDS_NO_SCREEN = ("files", "editor")
 """Families that a policy can solve by code from the instruction alone."""
 
 
-def run_seed(config_path: Path, out: Path, seed: int, extra: Sequence[str]) -> dict[str, Scores]:
-    """Scores of every arm of one seed; arms that are done are read, not run again."""
+class Runner:
+    """Runs arms, at most `num_parallel` at a time, each pinned to `num_cores` cores of its own while there are enough."""
+
+    def __init__(
+        self, config_path: Path, extra: Sequence[str], num_parallel: int = 1, num_cores: int = 2
+    ) -> None:
+        self._config_path, self._extra = config_path, list(extra)
+        self._slots: queue.Queue[int] = queue.Queue()
+        for slot in range(num_parallel):
+            self._slots.put(slot)
+        self._is_pinned, self._num_cores = num_parallel > 1, num_cores
+
+    def train(self, run_dir: Path, overrides: Sequence[str]) -> None:
+        """One run of slime_cua.train in `run_dir`, unless it is finished. Raises InfrastructureError when it fails."""
+        if (run_dir / "report.html").exists():
+            return
+        slot = self._slots.get()
+        try:
+            print(f"== {run_dir}", flush=True)
+            command = [sys.executable, "-m", "slime_cua.train", "--config", str(self._config_path)]
+            command += [f"run_dir={run_dir}", *overrides, *self._extra]
+            if not self._is_pinned:
+                code = subprocess.run(command, check=False).returncode
+            else:
+                run_dir.mkdir(parents=True, exist_ok=True)
+                with (run_dir / "console.log").open("a") as log:
+                    code = subprocess.run(
+                        ["taskset", "-c", self._cores(slot), *command], check=False, stdout=log, stderr=log
+                    ).returncode
+        finally:
+            self._slots.put(slot)
+        if code:
+            raise InfrastructureError(
+                f"the run in {run_dir} ended with exit code {code}; the same command goes on"
+            )
+
+    def _cores(self, slot: int) -> str:
+        cores = sorted(os.sched_getaffinity(0))
+        return ",".join(str(cores[(slot * self._num_cores + i) % len(cores)]) for i in range(self._num_cores))
+
+
+def run_seed(runner: Runner, out: Path, seed: int, config: RunConfig) -> dict[str, Scores]:
+    """Scores of every arm of one seed; arms that are done are read, not run again.
+
+    The controls start as soon as the cold start is there. Raises InfrastructureError when an arm fails, or when RL took
+    longer than the control that must have as much time.
+    """
     folder = out / f"seed{seed}"
     main = folder / "main"
-    _train(config_path, main, [f"seed={seed}", *extra])
-    start, phases = main / "hf" / "sft", json.loads((main / "phases.json").read_text())
-    later = [f"seed={seed}", f"model={start}", *extra]
-    _share_demonstrations(main, folder / "more_sft")
-    minutes = phases["rl"]["seconds"] / 60
-    _train(
-        config_path,
-        folder / "more_sft",
-        [*later, f"sft.minutes={minutes:.3f}", "num_steps=0", "evaluation.arms=[sft]"],
-    )
-    without_sft = [*later, "sft.num_episodes=0"]
-    _train(
-        config_path, folder / "shuffled", [*without_sft, "advantage.is_shuffled=true", "evaluation.arms=[rl]"]
-    )
-    _train(
-        config_path,
-        folder / "blind",
-        [
-            *without_sft,
-            f"model={main / 'hf' / 'rl'}",
-            "num_steps=0",
-            "evaluation.arms=[sft]",
-            "evaluation.is_image_blank=true",
-        ],
-    )
+    with ThreadPoolExecutor() as pool:
+        whole = pool.submit(runner.train, main, [f"seed={seed}"])
+        while not whole.done() and not (main / "hf" / "sft" / "config.json").exists():
+            time.sleep(POLL_S)
+        if whole.done():
+            whole.result()
+        later = [f"seed={seed}", f"model={main / 'hf' / 'sft'}"]
+        _share_demonstrations(main, folder / "more_sft")
+        minutes = config.minutes * CONTROL_MARGIN
+        control = [f"sft.minutes={minutes:.3f}", "num_steps=0", "evaluation.arms=[sft]"]
+        without_sft = [*later, "sft.num_episodes=0"]
+        shuffled = [*without_sft, "advantage.is_shuffled=true", "evaluation.arms=[rl]"]
+        arms = [
+            whole,
+            pool.submit(runner.train, folder / "more_sft", [*later, *control]),
+            pool.submit(runner.train, folder / "shuffled", shuffled),
+        ]
+        for arm in arms:
+            arm.result()
+    blind = [f"seed={seed}", f"model={main / 'hf' / 'rl'}", "sft.num_episodes=0", "num_steps=0"]
+    runner.train(folder / "blind", [*blind, "evaluation.arms=[sft]", "evaluation.is_image_blank=true"])
+    _check_equal_time(main, folder / "more_sft")
     return {
         **{name: scores(main, name) for name in ("base", "sft", "rl")},
         "more_sft": scores(folder / "more_sft", "sft"),
         "shuffled": scores(folder / "shuffled", "rl"),
         "blind": scores(folder / "blind", "sft"),
     }
+
+
+def _check_equal_time(main: Path, control: Path) -> None:
+    rl_s, sft_s = (
+        json.loads((run / "phases.json").read_text())[phase]["seconds"]
+        for run, phase in ((main, "rl"), (control, "sft"))
+    )
+    if sft_s < rl_s:
+        raise InfrastructureError(
+            f"{control}: SFT went on for {sft_s:.0f} s, RL took {rl_s:.0f} s; delete the folder and set minutes a little lower"
+        )
 
 
 def scores(run_dir: Path, arm: str) -> Scores:
@@ -142,26 +203,6 @@ def _mean(values: Scores, family: Mapping[str, str]) -> float:
     return float(np.mean([np.mean(v) for v in groups.values()])) if groups else float("nan")
 
 
-def _train(config: Path, run_dir: Path, overrides: Sequence[str]) -> None:
-    if (run_dir / "report.html").exists():
-        return
-    print(f"== {run_dir}", flush=True)
-    command = [
-        sys.executable,
-        "-m",
-        "slime_cua.train",
-        "--config",
-        str(config),
-        f"run_dir={run_dir}",
-        *overrides,
-    ]
-    code = subprocess.run(command, check=False).returncode
-    if code:
-        raise InfrastructureError(
-            f"the run in {run_dir} ended with exit code {code}; the same command goes on"
-        )
-
-
 def _share_demonstrations(source: Path, target: Path) -> None:
     """Let the run in `target` find the demonstrations of `source` as its own."""
     episodes = target / "episodes" / f"{DEMONSTRATIONS}.jsonl"
@@ -178,15 +219,22 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--config", type=Path, default=Path("recipes/quickstart.yaml"))
     parser.add_argument("--seeds", default="0,1,2")
     parser.add_argument("--out", type=Path, default=Path("runs/learning"))
+    parser.add_argument(
+        "--parallel", type=int, default=1, help="runs side by side, each on --cores of its own"
+    )
+    parser.add_argument("--cores", type=int, default=2, help="CPU cores of a run, with --parallel")
     parser.add_argument("overrides", nargs="*")
     arguments = parser.parse_args(argv)
     config = load(RunConfig, arguments.config, arguments.overrides)
     tasks = load_tasks(config.tasks.heldout)
-    done = []
-    for seed in map(int, arguments.seeds.split(",")):
-        done.append(run_seed(arguments.config, arguments.out, seed, arguments.overrides))
-        write_atomic(arguments.out / "table.md", table(done, tasks).encode())
-        print(table(done, tasks), flush=True)
+    if config.minutes <= 0:
+        raise ConfigError("minutes must be above 0: the control arm needs to know RL's time")
+    seeds = list(map(int, arguments.seeds.split(",")))
+    runner = Runner(arguments.config, arguments.overrides, arguments.parallel, arguments.cores)
+    with ThreadPoolExecutor(len(seeds) if arguments.parallel > 1 else 1) as pool:
+        done = list(pool.map(lambda seed: run_seed(runner, arguments.out, seed, config), seeds))
+    write_atomic(arguments.out / "table.md", table(done, tasks).encode())
+    print(table(done, tasks), flush=True)
     return 0
 
 
