@@ -31,6 +31,8 @@ SANDBOX = [
     "python-xlib>=0.33",
     "prometheus-client",
 ]
+DOCKER = ["docker>=7,<8"]
+"""For provider=docker, beside `sandbox`."""
 TORCH = ["torch>=2.11", "transformers>=5.12.1,<5.20", "safetensors", "tokenizers"]
 TRAIN = [
     *TORCH,
@@ -57,6 +59,6 @@ setup(
     ),
     package_data={"": ["*.jinja", "*.json", "*.xml", "*.yaml", "*.npz", "py.typed"]},
     install_requires=CORE,
-    extras_require={"sandbox": SANDBOX, "train": TRAIN, "rollout": ROLLOUT, "dev": DEV},
+    extras_require={"sandbox": SANDBOX, "docker": DOCKER, "train": TRAIN, "rollout": ROLLOUT, "dev": DEV},
     entry_points={"console_scripts": ["slime-cua = slime_cua.cli:main"]},
 )

@@ -78,7 +78,7 @@ def is_black(png: bytes, wh_px: tuple[int, int]) -> bool:
     if len(png) > max(4096, wh_px[0] * wh_px[1] * 3 // 250):
         return False
     with Image.open(io.BytesIO(png)) as image:
-        return all(high == 0 for _, high in image.convert("RGB").getextrema())
+        return not np.asarray(image.convert("RGB")).any()
 
 
 def _wrap(width: int, height: int, data: bytes) -> bytes:

@@ -11,6 +11,9 @@ from slime_cua.core.errors import ConfigError
 
 PROVIDERS = {
     "local": "sandbox_cluster.providers.local:LocalProvider",
+    "remote": "sandbox_cluster.providers.remote:RemoteProvider",
+    "docker": "sandbox_cluster.providers.docker:DockerProvider",
+    "qemu": "sandbox_cluster.providers.qemu:QemuProvider",
     "fake": "sandbox_cluster.providers.fake:FakeProvider",
 }
 """Name -> "module:Class". A user's own class may be named in the same form."""

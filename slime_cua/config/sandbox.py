@@ -9,6 +9,60 @@ from pydantic import Field
 from slime_cua.config.base import ConfigModel
 
 
+class RemoteConfig(ConfigModel):
+    """Machines that run OSWorld's or WindowsAgentArena's control server, and how each is brought back to its clean state."""
+
+    urls: tuple[str, ...] = ()
+    """Control servers, e.g. ("http://10.0.0.5:5000",): desktop n of a host is the n-th. At least num_desktops + num_spares."""
+    reset: Literal["command", "endpoints", "none"] = "command"
+    """Before each use. command: run reset_command here. endpoints: WindowsAgentArena's /setup/close_all and
+    /setup/clear_task_files, which leave settings, registry and browser state as they are. none: state leaks between tasks."""
+    reset_command: tuple[str, ...] = ()
+    """Reverts the machine; {slot} and {url} are filled in. It must return when the revert is done, with exit code 0."""
+    reset_timeout_s: float = Field(300.0, gt=0)
+    cdp_port: int = Field(9222, ge=1, le=65535)
+    vlc_port: int = Field(8080, ge=1, le=65535)
+    """Ports of the machines for Chrome's debugger and VLC."""
+
+
+class DockerConfig(ConfigModel):
+    """Containers with an OSWorld control server in them, or around a virtual machine that has one."""
+
+    image: str = "happysixd/osworld-docker"
+    """It must be there: `docker pull` it first."""
+    host: str = ""
+    """The daemon, e.g. unix:///var/run/docker.sock; empty: as the docker command finds it (DOCKER_HOST)."""
+    qcow2: str = ""
+    """The machine's disk on the daemon's host, bound read-only at /System.qcow2. Each container keeps its own overlay."""
+    machine_memory_gb: int = Field(4, ge=1)
+    machine_cpus: int = Field(4, ge=1)
+    machine_disk_gb: int = Field(32, ge=1)
+    """RAM_SIZE, CPU_CORES and DISK_SIZE of the virtual machine in the container; used with `qcow2`."""
+    kvm: Literal["auto", "off"] = "auto"
+    """auto: /dev/kvm is given to containers if a probe guest really boots with it in this image."""
+    container_memory_mb: int = Field(6144, ge=64)
+    container_cpus: float = Field(4.0, gt=0)
+    container_processes: int = Field(4096, ge=16)
+    command: tuple[str, ...] = ()
+    """Run instead of the image's own command."""
+
+
+class QemuConfig(ConfigModel):
+    """Virtual machines with an OSWorld control server in them, started by this host."""
+
+    image: str = ""
+    """qcow2 disk, never written: each desktop has an overlay."""
+    memory_mb: int = Field(4096, ge=64)
+    cpus: int = Field(4, ge=1)
+    kvm: Literal["auto", "off"] = "auto"
+    """auto: KVM is used if a probe guest really boots with it; otherwise, and with off, everything is emulated (TCG)."""
+    arguments: tuple[str, ...] = ()
+    """More arguments for qemu-system-x86_64, e.g. ("-kernel", "/srv/vmlinuz")."""
+    disk_bus: Literal["virtio", "ide"] = "virtio"
+    is_online: bool = False
+    """The machine may reach the network; otherwise only this host reaches it."""
+
+
 class DesktopConfig(ConfigModel):
     """What one desktop is. Providers get this part; a SandboxConfig is one, too."""
 
@@ -18,7 +72,7 @@ class DesktopConfig(ConfigModel):
     num_processes: int = Field(128, ge=16)
     """Processes and threads alive at once inside one desktop."""
     disk_mb: int = Field(256, ge=16)
-    """Size of HOME and of /tmp, each; both are memory and vanish with the desktop."""
+    """Size of HOME and of /tmp, each, at most a quarter of memory_mb: both are memory and vanish with the desktop."""
     boot_timeout_s: float = Field(30.0, gt=0)
     maximise: bool = False
     """Normal windows open maximised (dialogs do not)."""
@@ -33,6 +87,13 @@ class DesktopConfig(ConfigModel):
     first_uid: int = Field(60000, ge=1)
     """As root, desktop n runs as host user first_uid + n, or + 1000, + 2000, ... when that has an account or a desktop.
     Without root: as the caller."""
+    os: Literal["ubuntu", "windows"] = "ubuntu"
+    """What runs on the machines of `remote`, `docker` and `qemu`; local desktops are ubuntu."""
+    client_password: str = "password"
+    """The desktop user's, for sudo: setting a clock that a snapshot left behind. OSWorld's images have this one."""
+    remote: RemoteConfig = Field(default_factory=RemoteConfig)
+    docker: DockerConfig = Field(default_factory=DockerConfig)
+    qemu: QemuConfig = Field(default_factory=QemuConfig)
 
 
 class SandboxConfig(DesktopConfig):

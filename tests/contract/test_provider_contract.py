@@ -1,11 +1,14 @@
-"""Every provider keeps the same promises. `fake` runs anywhere; `local` needs Xvfb and bubblewrap."""
+"""Every provider keeps the same promises. `fake` runs anywhere; `local` needs Xvfb and bubblewrap; `remote`, `docker` and
+`qemu` meet a stand-in for OSWorld's control server: in a process, in containers of a real daemon, in real virtual machines.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
@@ -19,17 +22,44 @@ from slime_cua.config.sandbox import DesktopConfig
 from slime_cua.core.actions import CodeAction, GuiAction
 from slime_cua.core.coordinates import Point
 from slime_cua.core.errors import ConfigError, SandboxError, UnknownOutcomeError
+from tests.contract.provider_rigs import SIZE, Daemon, docker_daemon, docker_is_missing, remote_machines
 
-SIZE = (640, 384)
 CLICK = GuiAction(kind="left_click", point=Point(x=500, y=500))
+KINDS = [
+    "fake",
+    pytest.param("local", marks=pytest.mark.desktop),
+    pytest.param("remote", marks=pytest.mark.desktop),
+    pytest.param("docker", marks=pytest.mark.docker),
+]
 
 
-@pytest.fixture(params=["fake", pytest.param("local", marks=pytest.mark.desktop)])
+@pytest.fixture(scope="module")
+def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
+    if fault := docker_is_missing():
+        pytest.skip(fault)
+    with docker_daemon(tmp_path_factory.mktemp("docker")) as made:
+        yield made
+
+
+@pytest.fixture(params=KINDS)
 async def provider(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[SandboxProvider]:
-    made = make_provider(request.param, DesktopConfig(screen_wh_px=SIZE), tmp_path, "contract")
-    await made.check()
-    yield made
-    await made.close()
+    async with provider_of(request, tmp_path) as made:
+        yield made
+
+
+@contextlib.asynccontextmanager
+async def provider_of(request: pytest.FixtureRequest, folder: Path) -> AsyncIterator[SandboxProvider]:
+    """The provider of this round, checked; closed at the end."""
+    async with contextlib.AsyncExitStack() as stack:
+        config = DesktopConfig(screen_wh_px=SIZE)
+        if request.param == "remote":
+            config = await stack.enter_async_context(remote_machines(folder))
+        elif request.param == "docker":
+            config = request.getfixturevalue("daemon").config()
+        made = make_provider(request.param, config, folder, "contract")
+        await made.check()
+        stack.push_async_callback(made.close)
+        yield made
 
 
 @pytest.fixture
@@ -194,5 +224,5 @@ async def test_close_ends_every_desktop(provider: SandboxProvider) -> None:
 
 
 def test_an_unknown_provider_is_named_with_the_known_ones(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="fake, local"):
+    with pytest.raises(ConfigError, match="docker, fake, local, qemu, remote"):
         make_provider("vbox", DesktopConfig(), tmp_path, "x")
