@@ -1,14 +1,15 @@
-"""The small program inside a local desktop: starts X, runs programs, reads and writes files for the host outside.
+"""The small program inside a local desktop: runs programs, reads and writes files, hands out the screen for the host outside.
 
-Runs as `/usr/bin/python3 -I -S agent.py CONTROL_FD` with the standard library only, and is never imported by the host. One
-thread, one event loop. A request is one packet on the control socket: a JSON object {"id", "op", ...} with at most one
+Runs as `/usr/bin/python3 -I -S agent.py CONTROL_FD DISPLAY_FD FRAMEBUFFER_DIR_FD` with the standard library only, and is never
+imported by the host. It is the first process of the pid namespace that all programs live in: none of them can end or stop
+it. One thread, one event loop. A request is one packet on the control socket: a JSON object {"id", "op", ...} with at most one
 file attached (bytes to write, or a script). The answer is {"id", ...} with files attached: outputs, a file's bytes, the X
 connection, the framebuffer. Bulk data always travels in anonymous memory files, so neither side opens the other's paths.
 Packets above PACKET_BYTES are sent as b"@" with the JSON as first attached file. The program ends when the host is gone.
 """
 
 # The standard library's plain os calls: pathlib and contextlib would double the start-up time.
-# ruff: noqa: PTH103,PTH120,PTH101,PTH108,PTH123,PTH208,SIM105,UP031
+# ruff: noqa: PTH103, PTH120, PTH108, PTH123, PTH208, SIM105, UP031
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ import time
 
 PACKET_BYTES = 60_000
 CHUNK = 65536
-FRAMEBUFFER_DIR = "/run/fb"
+MAX_FILES = 4096
 BUS_PATH = "/run/user/bus"
 SCRIPT_DIR = "/tmp/.scripts"
 DEFAULT_SIGNALS = (signal.SIGPIPE, signal.SIGXFSZ, signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -72,13 +73,21 @@ class Job:
 class Agent:
     """The event loop and its operations; an operation is a method called op_NAME."""
 
-    def __init__(self, control):
+    def __init__(self, control, display, frame_folder):
         self.control = control
+        self.display = display
+        self.frame_folder = frame_folder
         self.selector = selectors.DefaultSelector()
         self.jobs = []
         self.timers = []
         self.bus = None
         self.selector.register(control, selectors.EVENT_READ, self.on_packet)
+        ended, theirs = os.pipe()
+        for end in (ended, theirs):
+            os.set_blocking(end, False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        signal.set_wakeup_fd(theirs)
+        self.selector.register(ended, selectors.EVENT_READ, lambda: os.read(ended, CHUNK))
 
     def run_forever(self):
         while True:
@@ -171,42 +180,44 @@ class Agent:
             self.answer(request["id"], {}, files=[connection.fileno()])
 
     def op_start_x(self, request, files):
-        """Start the X server and the bus socket; the answer carries an X connection and the framebuffer file."""
-        os.makedirs("/tmp/.X11-unix", exist_ok=True)
-        os.chmod("/tmp/.X11-unix", 0o1777)
-        os.makedirs(FRAMEBUFFER_DIR, exist_ok=True)
+        """Wait for the X server, open the bus socket; the answer carries an X connection and the framebuffer file."""
         os.makedirs("/run/user", exist_ok=True)
-        ready, theirs = os.pipe()
-        width, height = request["wh"]
-        argv = ["Xvfb", "-displayfd", str(theirs), "-screen", "0", "%dx%dx24" % (width, height)]
-        argv += ["-fbdir", FRAMEBUFFER_DIR, "-extension", "GLX", "-ac", "-noreset", "-s", "0", "-dpms"]
-        argv += ["-dpi", "96", "-nolisten", "tcp", "-br"]
-        spawn(argv, cwd="/", out=None, err=None, keep=(theirs,), is_victim=False)
-        os.close(theirs)
         self.listen_for_bus()
         started = bytearray()
 
         def on_ready():
-            chunk = os.read(ready, 64)
+            chunk = os.read(self.display, 64)
             started.extend(chunk)
             if chunk and b"\n" not in started:
                 return
-            self.selector.unregister(ready)
-            os.close(ready)
+            self.selector.unregister(self.display)
+            os.close(self.display)
             if not chunk:
                 self.answer(request["id"], {"errno": errno.EIO, "error": "Xvfb ended before it was ready"})
                 return
-            self.send_screen(request["id"])
+            self.op_screen(request, files)
 
-        self.selector.register(ready, selectors.EVENT_READ, on_ready)
+        self.selector.register(self.display, selectors.EVENT_READ, on_ready)
 
-    def send_screen(self, request_id):
+    def op_screen(self, request, files):
+        """An X connection and the framebuffer file."""
         display = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
-        display.connect("/tmp/.X11-unix/X0")
-        frame = os.open(FRAMEBUFFER_DIR + "/Xvfb_screen0", os.O_RDONLY | os.O_CLOEXEC)
-        self.answer(request_id, {}, files=[display.fileno(), frame])
+        display.settimeout(1.0)
+        display.connect("\0/tmp/.X11-unix/X0")
+        frame = os.open("Xvfb_screen0", os.O_RDONLY | os.O_CLOEXEC, dir_fd=self.frame_folder)
+        self.answer(request["id"], {}, files=[display.fileno(), frame])
         os.close(frame)
         display.close()
+
+    def op_end_programs(self, request, files):
+        """Kill all programs: they hold the screen, or there is no room to start another."""
+        for _ in range(3):
+            try:
+                os.kill(-1, signal.SIGKILL)
+            except ProcessLookupError:
+                break
+            reap_orphans(self.jobs)
+        self.answer(request["id"], {})
 
     def listen_for_bus(self):
         """Session bus on demand: its daemon starts when the first program connects."""
@@ -320,6 +331,8 @@ def spawn(argv, cwd, out, err, keep=(), is_victim=True):
                 else:
                     os.set_inheritable(item, True)
             if is_victim:
+                os.closerange(3, theirs)
+                os.closerange(theirs + 1, MAX_FILES)
                 set_dumpable(True)
                 with open("/proc/self/oom_score_adj", "w") as file:
                     file.write("500")
@@ -422,10 +435,11 @@ def main():
     set_dumpable(False)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    control = socket.socket(fileno=int(sys.argv[1]))
-    control.set_inheritable(False)
+    control, display, frame_folder = (int(text) for text in sys.argv[1:4])
+    for file in (control, display, frame_folder):
+        os.set_inheritable(file, False)
     os.umask(0o022)
-    Agent(control).run_forever()
+    Agent(socket.socket(fileno=control), display, frame_folder).run_forever()
 
 
 if __name__ == "__main__":

@@ -1,4 +1,10 @@
-"""The bubblewrap command of a local desktop: what of the host is visible inside, and nothing else."""
+"""The bubblewrap commands of a local desktop: what of the host is visible inside, and who inside can reach whom.
+
+Two sandboxes, one in the other. The outer one has the namespaces, the files and Xvfb. In it, beside Xvfb, the inner one
+has a pid namespace of its own, whose first process is our agent; all programs are the agent's children. So a program can
+neither signal nor see Xvfb, and the kernel lets nobody inside kill the first process of a pid namespace: `kill -9 -1`
+ends programs, not the desktop.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +27,19 @@ _PASSWD = "root:x:0:0:root:/root:/bin/sh\nuser:x:1000:1000:User:/home/user:/bin/
 _GROUP = "root:x:0:\nuser:x:1000:\n"
 _HOSTS = "127.0.0.1 localhost desktop\n::1 localhost\n"
 _NSSWITCH = "passwd: files\ngroup: files\nhosts: files\n"
-_RUN_MB, _SHM_MB = 64, 64
+_RUN_MB = 8
+FRAMEBUFFER_DIR = "/run/fb"
+"""Hidden from programs: they could cut or paint the picture."""
+_INSIDE = """
+control=$1 size=$2 x_filter=$3 filter=$4
+exec {display}< <(exec bwrap --dev-bind / / --seccomp $x_filter -- Xvfb -displayfd 1 -screen 0 ${size}x24 \
+    -fbdir FRAMEBUFFER_DIR -extension GLX -ac -noreset -s 0 -dpms -dpi 96 -nolisten tcp -br 2>/dev/null {control}>&-)
+exec {frame}<FRAMEBUFFER_DIR
+exec bwrap --unshare-user --unshare-pid --as-pid-1 --die-with-parent --uid 1000 --gid 1000 --cap-drop ALL \
+    --dev-bind / / --tmpfs FRAMEBUFFER_DIR --remount-ro FRAMEBUFFER_DIR --proc /proc --seccomp $filter -- \
+    /usr/bin/python3 -I -S AGENT_PATH $control $display $frame
+""".replace("FRAMEBUFFER_DIR", FRAMEBUFFER_DIR).replace("AGENT_PATH", AGENT_PATH)
+"""Runs in the outer sandbox: Xvfb, which writes its number to `display`, and the inner sandbox."""
 
 
 class DataFiles:
@@ -44,21 +62,30 @@ class DataFiles:
             os.close(self.files.pop())
 
 
-def arguments(config: DesktopConfig, own: dict[str, bytes], seccomp: bytes, data: DataFiles) -> list[str]:
-    """Arguments of bwrap up to and without the program; `data` gets the files they name. `own`: our files inside by path."""
+def arguments(config: DesktopConfig, own: dict[str, bytes], data: DataFiles) -> list[str]:
+    """Arguments of the outer bwrap up to and without the program; `data` gets the files they name. `own`: our files
+    inside by path."""
     return [
         *_namespaces(),
         *_system_folders(),
         *_etc_files(data),
         *("--proc", "/proc", "--dev", "/dev"),
-        *_tmpfs("/dev/shm", _SHM_MB),
-        *_tmpfs("/tmp", config.disk_mb),
+        *_tmpfs("/dev/shm", config.memory_mb // 8),
+        *_tmpfs("/tmp", _files_mb(config)),
+        *("--perms", "1777", "--dir", "/tmp/.X11-unix"),
         *_tmpfs("/run", _RUN_MB),
-        *_tmpfs(HOME, config.disk_mb),
+        *("--dir", FRAMEBUFFER_DIR),
+        *_tmpfs(HOME, _files_mb(config)),
         *(word for path, file in own.items() for word in ("--ro-bind-data", str(data.add(file)), path)),
         *("--remount-ro", "/"),
-        *("--seccomp", str(data.add(seccomp))),
     ]
+
+
+def program(config: DesktopConfig, control: int, seccomp: bytes, data: DataFiles) -> list[str]:
+    """What the outer sandbox runs: Xvfb, and the agent with the `control` socket in the inner sandbox."""
+    width, height = config.screen_wh_px
+    filters = [str(data.add(seccomp)) for _ in range(2)]
+    return ["/bin/bash", "-c", _INSIDE, "inside", str(control), f"{width}x{height}", *filters]
 
 
 def _namespaces() -> list[str]:
@@ -99,6 +126,11 @@ def _etc_files(data: DataFiles) -> list[str]:
     for name, text in own.items():
         lines += ["--ro-bind-data", str(data.add(text.encode())), f"/etc/{name}"]
     return lines
+
+
+def _files_mb(config: DesktopConfig) -> int:
+    """Size of HOME and of /tmp. Files are memory: full of files, the desktop must still have room for its agent and Xvfb."""
+    return min(config.disk_mb, config.memory_mb // 4)
 
 
 def _tmpfs(path: str, size_mb: int) -> list[str]:

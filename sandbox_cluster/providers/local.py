@@ -26,7 +26,7 @@ from sandbox_cluster.api import Settle
 from sandbox_cluster.guest.home import home_files
 from sandbox_cluster.guest.link import AgentLink
 from sandbox_cluster.providers import limits
-from sandbox_cluster.providers.bubblewrap import AGENT_PATH, MODULES_PATH, DataFiles, arguments
+from sandbox_cluster.providers.bubblewrap import AGENT_PATH, MODULES_PATH, DataFiles, arguments, program
 from sandbox_cluster.providers.desktop import Desktop
 from sandbox_cluster.providers.local_driver import LocalDriver, Workers
 from sandbox_cluster.providers.preflight import check_machine
@@ -181,11 +181,11 @@ class LocalProvider:
         claim: UserClaim | None,
     ) -> subprocess.Popen[bytes]:
         """The sandbox process, waiting at its gate."""
-        options = arguments(self._config, self._own, denylist_program(), data)
+        options = arguments(self._config, self._own, data)
         line = data.add(b"\0".join(option.encode() for option in options) + b"\0")
         limiter = limits.process_limits(self._config, backend, is_own_user=claim is not None)
-        agent = ["/usr/bin/python3", "-I", "-S", AGENT_PATH, str(control.fileno())]
-        command = ["/bin/sh", "-c", _GATE, "gate", *limiter, _bwrap(), "--args", str(line), "--", *agent]
+        inside = program(self._config, control.fileno(), denylist_program(), data)
+        command = ["/bin/sh", "-c", _GATE, "gate", *limiter, _bwrap(), "--args", str(line), "--", *inside]
         return subprocess.Popen(
             command,
             stdin=gate,

@@ -61,6 +61,7 @@ class LocalDriver:
         self._end = end
         self._x_lock = threading.Lock()
         """A caller that went away leaves its thread at work: the next one waits for it."""
+        self._clearing = asyncio.Lock()
         self._x: XConnection | None = None
         self._player: Player | None = None
         self._screen: Framebuffer | None = None
@@ -81,21 +82,45 @@ class LocalDriver:
         data = b"".join(file.data for file in files)
         unpacked, _ = await asyncio.gather(ask("unpack", {"entries": entries}, wait_s, data), self._start_x())
         unpacked.close()
-        argv = ["openbox", "--sm-disable", "--config-file", WM_CONFIG]
-        await self.run(Command(tuple(argv), cwd="/", is_detached=True))
+        await self._start_window_manager()
+
+    async def _start_window_manager(self) -> None:
+        argv = ("openbox", "--sm-disable", "--config-file", WM_CONFIG)
+        await self._run(Command(argv, cwd="/", is_detached=True))
         while not await self._workers.wait_for(self._has_window_manager):  # noqa: ASYNC110 -- nothing tells us
             await asyncio.sleep(WM_POLL_S)
 
     async def _start_x(self) -> None:
-        with await self._link.ask(
-            "start_x", {"wh": self.screen_wh_px}, self._config.boot_timeout_s
-        ) as answer:
+        with await self._link.ask("start_x", {}, self._config.boot_timeout_s) as answer:
             connection = socket_of(answer.take())
             self._screen = Framebuffer(answer.take(), self.screen_wh_px)
+        await self._connect_x(connection)
+
+    async def _connect_x(self, connection: socket.socket) -> None:
         self._x = await self._workers.wait_for(XConnection, connection)
         self._player = await self._workers.wait_for(self._dress)
 
+    async def _clear(self) -> None:
+        """End all programs, so that the screen and the process table are free again, and start the window manager.
+
+        Our agent and Xvfb are out of the programs' reach; what holds them up is a program that grabbed the X server,
+        closed our connection to it, or used up all processes. The policy started it: its episode goes on, without programs.
+        """
+        async with self._clearing:
+            (await self._link.ask("end_programs", {}, ANSWER_TIMEOUT_S)).close()
+            with await self._link.ask("screen", {}, ANSWER_TIMEOUT_S) as answer:
+                connection = socket_of(answer.take())
+            if self._x is not None:
+                self._x.close()
+            await self._connect_x(connection)
+            async with asyncio.timeout(ANSWER_TIMEOUT_S):
+                await self._start_window_manager()
+
     async def play(self, events: Sequence[InputEvent]) -> None:
+        try:
+            await self._workers.wait_for(self._sync)
+        except SandboxError:
+            await self._clear()
         try:
             for part in parted(events):
                 if isinstance(part, Pause):
@@ -106,6 +131,13 @@ class LocalDriver:
             raise SandboxError(f"the desktop's screen is gone: {error}") from error
 
     async def capture(self, settle: Settle) -> Capture:
+        try:
+            return await self._capture(settle)
+        except SandboxError:
+            await self._clear()
+            return await self._capture(settle)
+
+    async def _capture(self, settle: Settle) -> Capture:
         try:
             is_settled = await self._settle(settle)
             screen = self._parts_needed()[2]
@@ -121,6 +153,13 @@ class LocalDriver:
         return connection
 
     async def run(self, command: Command) -> ExecuteReply:
+        try:
+            return await self._run(command)
+        except BlockingIOError:
+            await self._clear()
+            return await self._run(command)
+
+    async def _run(self, command: Command) -> ExecuteReply:
         values = {
             "argv": command.argv,
             "cwd": command.cwd,
@@ -186,10 +225,14 @@ class LocalDriver:
 
     def _look(self) -> int:
         """Checksum of the screen with everything drawn that the X server was asked for so far."""
-        x, _, screen = self._parts_needed()
+        screen = self._parts_needed()[2]
+        self._sync()
+        return screen.read()
+
+    def _sync(self) -> None:
+        x = self._parts_needed()[0]
         with self._x_lock:
             x.sync()
-        return screen.read()
 
     def _play(self, events: list[InputEvent]) -> None:
         player = self._parts_needed()[1]

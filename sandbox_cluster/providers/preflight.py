@@ -34,7 +34,7 @@ class MachineFacts:
     system: str
     missing_programs: tuple[str, ...]
     trial_error: str | None
-    """What bubblewrap said when it was to run `true` in new namespaces; None when that worked."""
+    """What bubblewrap said when it was to run `true` in a sandbox within a sandbox; None when that worked."""
     apparmor_restricts: bool = False
     """kernel.apparmor_restrict_unprivileged_userns (Ubuntu 23.10 and later)."""
     clone_forbidden: bool = False
@@ -96,19 +96,9 @@ def explain(facts: MachineFacts) -> str | None:
 
 
 def _trial(user: int | None) -> str | None:
-    command = [
-        "bwrap",
-        "--unshare-all",
-        "--die-with-parent",
-        "--ro-bind",
-        "/",
-        "/",
-        "--proc",
-        "/proc",
-        "--dev",
-        "/dev",
-        "true",
-    ]
+    outer = "bwrap --unshare-all --die-with-parent --ro-bind / / --proc /proc --dev /dev"
+    inner = "bwrap --unshare-user --unshare-pid --die-with-parent --dev-bind / / --proc /proc true"
+    command = [*outer.split(), "--", *inner.split()]
     try:
         done = subprocess.run(
             command, capture_output=True, text=True, timeout=20, check=False, cwd="/", user=user, group=user

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import io
 import os
 import signal
@@ -235,7 +236,7 @@ ESCAPES = {
     "mount": "mount -t tmpfs none /tmp && echo 1",
     "write to the system": "touch /usr/bin/x /etc/x /x /agent.py 2>/dev/null && echo 1",
     "trace": "python3 -c 'import ctypes; print(1) if ctypes.CDLL(None).ptrace(16, 2, 0, 0) == 0 else 0'",
-    "agent memory": "head -c 1 /proc/2/mem; cat /proc/2/environ; ls /proc/2/fd",
+    "agent memory": "head -c 1 /proc/1/mem; cat /proc/1/environ; ls /proc/1/fd",
     "kernel log": "dmesg && echo 1",
     "set user id": "find / -xdev -perm -4000 -exec {} --version ';' -quit >/dev/null 2>&1; su -c 'echo 1' </dev/null",
     "devices": "ls /dev | grep -E 'sd|nvme|kvm|mem'",
@@ -276,24 +277,89 @@ async def test_too_much_memory_ends_the_program_and_not_the_desktop(desktop: Des
     await do(desktop, GuiAction(kind="left_click", point=at(5, 5)))
 
 
-async def test_a_cut_framebuffer_is_an_error_of_the_desktop(desktop: Desktop) -> None:
-    await code(desktop, ": > /run/fb/Xvfb_screen0")
-    with pytest.raises(SandboxError, match="too short"):
-        await desktop.screenshot()
+def process_of(uid: int, name: str) -> int:
+    """The host's pid of a desktop's program."""
+    for folder in Path("/proc").iterdir():
+        with contextlib.suppress(OSError):
+            is_theirs = folder.name.isdigit() and folder.stat().st_uid == uid
+            if is_theirs and (folder / "comm").read_text().strip() == name:
+                return int(folder.name)
+    raise AssertionError(f"user {uid} has no {name}")
 
 
+@needs_root
 async def test_an_x_server_that_stands_still_is_an_error_in_bounded_time(desktop: Desktop) -> None:
-    await code(desktop, "kill -STOP $(pidof Xvfb)")
+    os.kill(process_of(FIRST_UID, "Xvfb"), signal.SIGSTOP)
     started = time.monotonic()
     with pytest.raises(SandboxError, match="X server"):
         await desktop.play([Move(5, 5), Button(1, True)], Settle())
-    assert time.monotonic() - started < 15
+    assert time.monotonic() - started < 30
 
 
+@needs_root
 async def test_a_desktop_whose_agent_dies_is_known_to_be_gone(desktop: Desktop) -> None:
+    os.kill(process_of(FIRST_UID, "python3"), signal.SIGKILL)
     with pytest.raises(SandboxError):
-        await code(desktop, "kill -9 2; sleep 5")
+        await desktop.run("sleep 5")
     assert not desktop.is_alive
+
+
+HIDE = {
+    "kill all": "kill -9 -1",
+    "kill and stop the agent": "kill -9 1; kill -STOP 1; kill -9 2 3",
+    "kill X": "pkill -9 Xvfb; pkill -STOP Xvfb; pkill -9 -f agent.py; killall5 -9 || true",
+    "write into the control socket": "for f in /proc/1/fd/*; do echo x > $f; done",
+    "cut the framebuffer": ": > /run/fb/Xvfb_screen0; rm -rf /run/fb /tmp/.X11-unix",
+    "remove everything": "rm -rf ~ ~/.* /tmp/* /tmp/.* /run/* /dev/shm/*",
+    "fill memory": """for f in /tmp/a /run/a /dev/shm/a ~/a; do head -c 400000000 /dev/zero > $f; done
+        python3 -c 'x = bytearray(900 << 20)'""",
+    "all processes": """python3 -c '
+import os, time
+for _ in range(500):
+    if os.fork() == 0:
+        os.setsid()
+        time.sleep(600)
+' || true""",
+}
+X_CLIENT = """
+    import os, socket, struct, time
+    def connect():
+        x = socket.socket(socket.AF_UNIX)
+        x.connect("\\0/tmp/.X11-unix/X0")
+        x.sendall(struct.pack("<BxHHHHxx", ord("l"), 11, 0, 0, 0))
+        x.recv(65536)
+        return x
+"""
+HIDE_BEHIND_X = {
+    "grab the server": """
+    if os.fork() == 0:
+        os.setsid()
+        x = connect()
+        x.sendall(struct.pack("<BxH", 36, 1))
+        time.sleep(600)
+    time.sleep(0.5)
+    """,
+    "end all X clients": """
+    x = connect()
+    for client in range(1, 64):
+        for resource in range(4):
+            x.sendall(struct.pack("<BxHI", 113, 2, client << 21 | resource))
+    time.sleep(0.5)
+    """,
+}
+
+
+@pytest.mark.parametrize("kind", [*HIDE, *HIDE_BEHIND_X])
+async def test_a_program_cannot_end_its_desktop(desktop: Desktop, kind: str) -> None:
+    if kind in HIDE:
+        await code(desktop, HIDE[kind])
+    else:
+        await code(desktop, X_CLIENT + HIDE_BEHIND_X[kind], "python")
+    await do(desktop, GuiAction(kind="left_click", point=at(5, 5)))
+    await desktop.screenshot()
+    await desktop.run("true")
+    assert await desktop.get_file("/etc/passwd")
+    assert desktop.is_alive
 
 
 async def test_boot_and_kill_leak_no_file_process_mount_or_group(make: Callable[..., LocalProvider]) -> None:
