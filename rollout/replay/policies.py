@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 from rollout.scheduler import GroupState, Scheduler
 from slime_cua.config.rollout import SchedulerConfig
@@ -88,6 +89,17 @@ class DiscardScheduler(FreeScheduler):
         return group.oldest_version is not None and group.oldest_version < self.oldest_trainable
 
 
+@dataclass
+class ForeseeingScheduler(Scheduler):
+    """Ours with durations from the trace instead of measured ones: what better estimates could give."""
+
+    def record_duration(self, task_id: str, seconds: float) -> None:
+        """Nothing is learnt from what was measured."""
+
+    def foresee(self, task_id: str, seconds: float) -> None:
+        self.durations_s[task_id] = seconds
+
+
 @dataclass(frozen=True)
 class Policy:
     """A row of the comparison. `make(groups_per_step, num_in_flight)` gives its scheduler."""
@@ -99,6 +111,8 @@ class Policy:
     options: SchedulerConfig = field(default_factory=SchedulerConfig)
     has_no_discard: bool = False
     """Keeps every group that it admits, so that the bound on trainer idleness holds for it."""
+    foresight: Literal["", "tasks", "groups"] = ""
+    """What it is told of durations, beyond one earlier group of each task: each task's mean, or what each group will take."""
 
 
 def ours(max_lag: int, name: str = "", **options: object) -> Policy:
@@ -110,6 +124,18 @@ def ours(max_lag: int, name: str = "", **options: object) -> Policy:
         max_lag,
         config,
         has_no_discard=not set(options) - {"num_ahead_groups", "is_long_first"},
+    )
+
+
+def _foreseeing(foresight: Literal["tasks", "groups"], name: str, num_ahead: int) -> Policy:
+    options = SchedulerConfig(num_ahead_groups=num_ahead)
+    return Policy(
+        name,
+        lambda per_step, _: ForeseeingScheduler(per_step, 1, options=options),
+        1,
+        options,
+        has_no_discard=True,
+        foresight=foresight,
     )
 
 
@@ -132,6 +158,10 @@ POLICIES: dict[str, Policy] = {
     "ours_4": ours(4),
     "ours_1_ahead_16": ours(1, "ours, lag 1, 16 drawn ahead", num_ahead_groups=16),
     "ours_1_ahead": ours(1, "ours, lag 1, 64 drawn ahead", num_ahead_groups=64),
+    "ours_1_ahead_256": ours(1, "ours, lag 1, 256 drawn ahead", num_ahead_groups=256),
+    "tasks_known": _foreseeing("tasks", "the same, 256 ahead, each task's mean known", 256),
+    "foreseeing_64": _foreseeing("groups", "the same, 64 ahead, durations foreseen", 64),
+    "foreseeing": _foreseeing("groups", "the same, 256 ahead, durations foreseen", 256),
     "ours_mask": ours(1, "ours, lag 1, mask", stale="mask"),
     "ours_drop": ours(1, "ours, lag 1, drop", stale="drop"),
     "ours_oversample": ours(1, "ours, lag 1, 2 extra episodes", num_extra_episodes=2),
@@ -148,4 +178,5 @@ DEFAULT = (
     "ours_2",
     "ours_4",
 )
+FORESIGHT = ("ours_1_ahead_256", "tasks_known", "foreseeing_64", "foreseeing")
 OPTIONS = ("ours_mask", "ours_drop", "ours_oversample", "ours_early_close")

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import statistics
 import time
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 from rollout.replay.clock import run_virtual
 from rollout.replay.machines import Site
-from rollout.replay.policies import BarrierScheduler, FreeScheduler, Policy
+from rollout.replay.policies import BarrierScheduler, ForeseeingScheduler, FreeScheduler, Policy
 from rollout.replay.scenario import ScenarioConfig, SiteConfig
 from rollout.replay.trace import EpisodeTrace, GroupTrace, Trace, drawn_groups
 from rollout.worker import RolloutWorker
@@ -86,9 +88,9 @@ class Replay:
 class DrawSampler(TaskSampler):
     """Tasks in the trace's order, whatever was learnt."""
 
-    def __init__(self, trace: Trace) -> None:
+    def __init__(self, trace: Trace, told: Callable[[str], None]) -> None:
         super().__init__(trace.task_ids, seed=0)
-        self._trace, self._next = trace, 0
+        self._trace, self._told, self._next = trace, told, 0
 
     def weights(self) -> dict[str, float]:
         return dict.fromkeys(self.task_ids, 1.0 / len(self.task_ids))
@@ -96,6 +98,8 @@ class DrawSampler(TaskSampler):
     def sample(self, n: int) -> list[str]:
         drawn = [self._trace.draw(self._next + index) for index in range(n)]
         self._next += n
+        for task_id in drawn:
+            self._told(task_id)
         return drawn
 
     def _learn(self, task_id: str, outcomes: list[float]) -> None:
@@ -149,6 +153,13 @@ def nominal_s(group: GroupTrace, scenario: ScenarioConfig) -> float:
     return max((e.span_s(token_s, read_s) for e in valid_attempts(group, scenario)), default=0.0)
 
 
+def typical_s(group: GroupTrace, scenario: ScenarioConfig) -> float:
+    """Geometric mean over the group's valid attempts, first token to end, on an idle site: what the worker measures."""
+    token_s, read_s = scenario.site.decode_s, 1 / scenario.site.prefill_tokens_per_s
+    spans = [max(1e-3, e.span_s(token_s, read_s)) for e in valid_attempts(group, scenario)]
+    return statistics.geometric_mean(spans) if spans else 0.0
+
+
 class Run:
     """The loop of train.py over a real RolloutWorker; `play` stands for desktops and engines."""
 
@@ -164,7 +175,7 @@ class Run:
         self.worker = RolloutWorker(
             self._config(),
             {task_id: Task(id=task_id, instruction="") for task_id in trace.task_ids},
-            DrawSampler(trace),
+            DrawSampler(trace, self._drawn),
             self.scheduler,
             self.store(),
             self.play,
@@ -172,6 +183,7 @@ class Run:
         self.groups: dict[str, GroupTrace] = {}
         self.episodes: dict[str, dict[str, EpisodeResult]] = {}
         self._occurrences: Counter[str] = Counter()
+        self._draws: Counter[str] = Counter()
         self._mean_tokens = mean_step_tokens(trace, scenario)
         self._trained_ids: set[str] = set()
         self._trained_names: set[str] = set()
@@ -255,13 +267,27 @@ class Run:
             ended_s=self.clock(),
         )
 
+    def _tell_durations(self) -> None:
+        """What is known of the tasks before the replay: one earlier group of each, or many where it has foresight."""
+        for task_id in self.trace.task_ids:
+            if isinstance(self.scheduler, ForeseeingScheduler):
+                many = [typical_s(self.trace.group(task_id, EARLIER + n), self.scenario) for n in range(16)]
+                self.scheduler.foresee(task_id, statistics.geometric_mean(many))
+            else:
+                earlier = typical_s(self.trace.group(task_id, EARLIER), self.scenario)
+                self.scheduler.record_duration(task_id, earlier)
+
+    def _drawn(self, task_id: str) -> None:
+        group = self.trace.group(task_id, self._draws[task_id])
+        self._draws[task_id] += 1
+        if isinstance(self.scheduler, ForeseeingScheduler) and self.policy.foresight == "groups":
+            self.scheduler.foresee(task_id, nominal_s(group, self.scenario))
+
     async def run(self) -> Replay:
         """num_steps steps."""
         cpu = time.thread_time()
         train_s, ends = 0.0, []
-        for task_id in self.trace.task_ids:
-            earlier = self.trace.group(task_id, EARLIER)
-            self.scheduler.record_duration(task_id, nominal_s(earlier, self.scenario))
+        self._tell_durations()
         self.worker.start()
         for step in range(self.scenario.num_steps):
             batch = await self.worker.next_batch()

@@ -18,7 +18,7 @@ from rollout.replay.generate import GeneratedTrace
 from rollout.replay.policies import DEFAULT, OPTIONS, POLICIES
 from rollout.replay.report import comparison, goals, trace_text
 from rollout.replay.scenario import PRESETS, ScenarioConfig
-from rollout.replay.simulate import Replay, simulate
+from rollout.replay.simulate import Replay, mean_step_tokens, simulate
 from rollout.replay.trace import Trace, measured_scenario, read_trace
 from slime_cua.config.base import load, validate
 from slime_cua.core.errors import ConfigError
@@ -57,9 +57,12 @@ def chosen(text: str) -> list[str]:
 def compare(scenario: ScenarioConfig, trace: Trace, names: list[str]) -> str:
     """The whole report of a comparison, Markdown."""
     replays: list[Replay] = [simulate(trace, scenario, POLICIES[name]) for name in names]
-    lags = {r.policy.max_lag for r in replays if r.policy.max_lag is not None and r.policy.has_no_discard}
-    num_held = max(replay.policy.options.num_ahead_groups for replay in replays)
-    bounds = {lag: idle_bound(trace, scenario, lag, num_held) for lag in sorted(lags)}
+    mean = mean_step_tokens(trace, scenario)
+    bounds = {
+        r.policy.name: idle_bound(r.admitted, r.trained, scenario, r.policy.max_lag, mean)
+        for r in replays
+        if r.policy.max_lag is not None and r.policy.has_no_discard
+    }
     parts = [trace_text(trace, scenario), comparison(replays, bounds), goals(replays, bounds)]
     return "\n\n".join(part for part in parts if part)
 
