@@ -9,6 +9,7 @@ scheduler, counters) is in `state_dict`; finished groups are on disk before anyo
 from __future__ import annotations
 
 import asyncio
+import statistics
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -166,5 +167,6 @@ class RolloutWorker:
 
 
 def _duration_s(group: EpisodeGroup) -> float:
-    """The longest valid attempt: what the group needs when its desktops are there."""
-    return max(episode.ended_s - episode.started_s for episode in group.episodes if episode.is_valid)
+    """Geometric mean over the valid attempts: of a group's times the one that says most of the next group's longest."""
+    took_s = (episode.ended_s - episode.started_s for episode in group.episodes if episode.is_valid)
+    return statistics.geometric_mean(max(1e-3, seconds) for seconds in took_s)
