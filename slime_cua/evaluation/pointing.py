@@ -39,6 +39,12 @@ SIX_COLORS = Look(
 ONE_COLOR = Look(num_items=(1, 1), kinds=("button", "circle", "square", "triangle", "cross"))
 MIXED = Look(num_items=(2, 8))
 READING = Look(num_items=(2, 6), side_px=(40, 200), kinds=("button",), word_share=1.0)
+FORM = Look(
+    num_items=(2, 4), side_px=(90, 300), kinds=("field",), word_share=1.0, number_share=0.5, label_share=1.0
+)
+
+
+CHAT_KINDS: tuple[QuestionKind, ...] = ("point_shape", "point_both", "point_place", "tell_color", "count")
 
 
 @dataclass(frozen=True)
@@ -48,13 +54,18 @@ class Test:
     name: str
     kind: QuestionKind
     look: Look
+    is_chat: bool = False
+    """Asked in a chat turn, before its screen."""
 
 
 TESTS: tuple[Test, ...] = (
     Test("one thing by colour", "point_color", ONE_COLOR),
     Test("six buttons by colour", "point_color", SIX_COLORS),
     Test("reading: button by word", "point_word", READING),
-    *(Test(f"mixed: {kind}", kind, MIXED) for kind in KINDS),
+    *(Test(f"mixed: {kind}", kind, MIXED) for kind in KINDS if kind not in ("value", "absent")),
+    Test("form: value", "value", FORM),
+    *(Test(f"chat: {kind}", kind, MIXED, True) for kind in CHAT_KINDS),
+    Test("chat: six buttons by colour", "point_color", SIX_COLORS, True),
 )
 
 
@@ -64,6 +75,7 @@ class Asked:
 
     screen: Screen
     question: Question
+    is_chat: bool = False
 
 
 @dataclass(frozen=True)
@@ -101,7 +113,7 @@ def draw(test: Test, num: int, seed: int = HELDOUT_SEED) -> list[Asked]:
         screen = make_screen(rng, test.look)
         found = candidates(screen, test.kind)
         if found:
-            asked.append(Asked(screen, pick(rng, tuple(found))))
+            asked.append(Asked(screen, pick(rng, tuple(found)), test.is_chat))
     return asked
 
 
@@ -178,7 +190,11 @@ class Answerer:
         width, height = SCREEN_WH_PX
         rows, columns = self._processor.token_grid(width, height)
         image = "<|vision_start|>" + "<|image_pad|>" * (rows * columns) + "<|vision_end|>"
-        ids: list[int] = self._tokenizer.encode(image + one.question.opening(), add_special_tokens=False)
+        text = image + one.question.opening()
+        if one.is_chat:
+            request = one.question.opening().removesuffix(": ")
+            text = f"<|im_start|>user\n{request}{image}<|im_end|>\n<|im_start|>assistant\n"
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False)
         return ids
 
     def _generate(self, prompts: list[list[int]], pixels: np.ndarray) -> list[str]:
@@ -196,7 +212,7 @@ class Answerer:
                 image_grid_thw=torch.tensor([[1, rows, columns]] * len(prompts), device=self._device),
                 max_new_tokens=MAX_ANSWER_TOKENS,
                 do_sample=False,
-                eos_token_id=self._tokenizer.encode("\n", add_special_tokens=False)[0],
+                eos_token_id=self._tokenizer.encode("\n<|im_end|>", add_special_tokens=False),
                 pad_token_id=self._tokenizer.pad_token_id,
             )
         texts: list[str] = self._tokenizer.batch_decode(output[:, ids.shape[1] :], skip_special_tokens=True)

@@ -18,7 +18,7 @@ Rgb = tuple[int, int, int]
 
 ATLAS = Path(__file__).parent / "assets" / "glyphs.npz"
 FONTS = ("DejaVuSans", "DejaVuSans-Bold")
-SIZES_PX = (13, 15, 17, 20, 24, 28, 34)
+SIZES_PX = (13, 15, 17, 20, 22, 24, 28, 34)
 FIRST_CHAR, LAST_CHAR = 32, 126
 
 _POINTER_ROWS = (

@@ -38,6 +38,8 @@ WATCHED = {
     "size": "mixed: point_size",
     "close": "mixed: point_close",
     "word": "reading: button by word",
+    "chat": "chat: six buttons by colour",
+    "chatplace": "chat: point_place",
 }
 """Short name in the progress line -> test of the gate."""
 
@@ -70,6 +72,8 @@ class PretrainConfig(ConfigModel):
     init: InitConfig = InitConfig()
     text_weight: float = Field(0.2, ge=0)
     """Weight in the loss of a token of a text without a screen; a token of an answer about a screen has 1."""
+    snippet_weight: float = Field(0.5, ge=0)
+    """Weight of a token of a snippet that answers in a chat turn."""
     stages: tuple[Stage, ...]
     trainer: TrainerConfig
 

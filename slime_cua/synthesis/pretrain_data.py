@@ -6,6 +6,7 @@ Legend: B sequences of a batch, L tokens of a sequence with images expanded, W s
 from __future__ import annotations
 
 import functools
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,17 +14,18 @@ import numpy as np
 from pydantic import Field
 
 from slime_cua.config.base import ConfigModel
+from slime_cua.synthesis import turns
 from slime_cua.synthesis.questions import KINDS, Question, QuestionKind, ask
-from slime_cua.synthesis.screens import SCREEN_WH_PX, Screen, make_screen
+from slime_cua.synthesis.screens import SCREEN_WH_PX, make_screen
 from slime_cua.synthesis.texts import Part, make_text
 from slime_cua.synthesis.things import Look, between
+from slime_cua.synthesis.turns import KIND_NAMES, TEXT, UNTRAINED
 from slime_cua.trainer.images import PatchConfig
 from slime_cua.trainer.streams import expand_streams
 
-TEXT = len(KINDS)
-"""Kind number of trained tokens of texts without a screen."""
-UNTRAINED = -1
-KIND_NAMES = (*KINDS, "text")
+__all__ = ["KIND_NAMES", "TEXT", "UNTRAINED", "Batch", "Encoder", "Stage", "make_batch", "shape_of"]
+SAME_SCREEN_SHARE = 0.4
+"""Share of the conversations over two screens in which the second is the first again."""
 
 
 class Scene(ConfigModel):
@@ -56,6 +58,10 @@ class Stage(ConfigModel):
     lengths: Lengths = Lengths()
     two_screens_share: float = Field(0.0, ge=0, le=1)
     """Share of the batches whose sequences hold two screens, each with its questions."""
+    chat_share: float = Field(0.0, ge=0, le=1)
+    """Share of the sequences that are chat turns, the first question standing before its screen (`turns`)."""
+    uses_of_screen: int = Field(1, ge=1)
+    """Sequences of a batch that show a screen, each with other questions: drawing costs more than asking."""
 
 
 @dataclass
@@ -116,7 +122,11 @@ class Encoder:
         texts = (self._tokenizer.id_to_token(i) for i in range(self._tokenizer.get_vocab_size()))
         self.screen_grid = PatchConfig.from_hf(hf_dir).token_grid(*SCREEN_WH_PX)
         """(rows, columns) of image tokens of a screen."""
-        self.plain_ids = np.array([i for i, text in enumerate(texts) if text and i not in special])
+        named = {i: text for i, text in enumerate(texts) if text and i not in special}
+        self.plain_ids = np.array(list(named))
+        """Tokens that are no marks."""
+        self.words = tuple(text for text in named.values() if re.fullmatch("[a-z]{2,}", text))
+        """Lower-case words that are one token."""
 
     def _id(self, token: str) -> int:
         found = self._tokenizer.token_to_id(token)
@@ -135,43 +145,62 @@ def make_batch(rng: np.random.Generator, stage: Stage, encoder: Encoder, batch: 
     """Fill `batch` with random sequences; the same state of `rng` gives the same ones."""
     num_sequences = len(batch.token_ids_BL)
     num_screens = len(batch.pixels) // num_sequences
+    drawn: list[tuple[Scene, turns.Scene]] = []
     for row in range(num_sequences):
-        scenes = [_draw_scene(rng, stage) for _ in range(num_screens)]
-        ids, kinds = _sequence(rng, scenes, stage.lengths, encoder)
+        if row % stage.uses_of_screen == 0:
+            drawn = [_draw_scene(rng, stage) for _ in range(num_screens)]
+        scenes = [scene for _, scene in drawn]
+        for plan, scene in drawn:
+            scene.questions = ask(scene.screen, rng, plan.ask, 12, scene.known)
+        if rng.random() < stage.chat_share:
+            if num_screens == 2 and rng.random() < SAME_SCREEN_SHARE:
+                scenes = [scenes[0], scenes[0]]
+            tokens = _conversation(rng, scenes, stage.lengths, encoder)
+        else:
+            tokens = _sequence(rng, scenes, stage.lengths, encoder)
         streams = expand_streams(
-            np.array(ids, np.int64),
-            np.array([len(ids)]),
+            np.array(tokens.ids, np.int64),
+            np.array([len(tokens.ids)]),
             np.array([encoder.screen_grid] * num_screens),
             encoder.image[1],
         )
         batch.token_ids_BL[row] = streams.token_ids_T
         batch.positions_3BL[:, row] = streams.positions_3T
         batch.kind_BL[row] = UNTRAINED
-        batch.kind_BL[row, streams.start_N] = kinds
-        for at, (screen, _) in enumerate(scenes):
-            batch.pixels[row * num_screens + at] = screen.pixels
+        batch.kind_BL[row, streams.start_N] = tokens.kinds
+        for at, scene in enumerate(scenes):
+            batch.pixels[row * num_screens + at] = scene.screen.pixels
 
 
-def _draw_scene(rng: np.random.Generator, stage: Stage) -> tuple[Screen, list[Question]]:
+def _draw_scene(rng: np.random.Generator, stage: Stage) -> tuple[Scene, turns.Scene]:
     shares = np.cumsum([scene.share for scene in stage.scenes])
     scene = stage.scenes[int(np.searchsorted(shares, rng.random() * shares[-1], side="right"))]
-    screen = make_screen(rng, scene.look)
-    return screen, ask(screen, rng, scene.ask, 12)
+    return scene, turns.Scene(make_screen(rng, scene.look), [])
+
+
+def _conversation(
+    rng: np.random.Generator, scenes: list[turns.Scene], lengths: Lengths, encoder: Encoder
+) -> turns.Tokens:
+    """Chat turns of exactly len(scenes) * (text_tokens + 3) tokens: texts fill what is left, in front."""
+    length = len(scenes) * (lengths.text_tokens + 3)
+    talk = turns.chat(rng, scenes, length - between(rng, 0, lengths.prefix_tokens), encoder)
+    text_ids, text_kinds = _texts(rng, length - len(talk.ids), encoder)
+    return turns.Tokens(text_ids + talk.ids, text_kinds + talk.kinds)
 
 
 def _sequence(
-    rng: np.random.Generator, scenes: list[tuple[Screen, list[Question]]], lengths: Lengths, encoder: Encoder
-) -> tuple[list[int], list[int]]:
+    rng: np.random.Generator, scenes: list[turns.Scene], lengths: Lengths, encoder: Encoder
+) -> turns.Tokens:
     """Ids and kinds of exactly len(scenes) * (text_tokens + 3) tokens: text, then each screen with its questions."""
     room = len(scenes) * lengths.text_tokens - between(rng, 0, lengths.prefix_tokens)
     ids: list[int] = []
     kinds: list[int] = []
-    for number, (_, questions) in enumerate(scenes):
+    for number, scene in enumerate(scenes):
         share = room // (len(scenes) - number)
         used = 0
         ids += encoder.image
         kinds += [UNTRAINED] * 3
-        for question in questions:
+        for question in scene.questions:
             opening, answer = _question_ids(rng, question, encoder)
             if used + len(opening) + len(answer) > share:
                 continue
@@ -181,7 +210,7 @@ def _sequence(
         room -= used
     missing = len(scenes) * (lengths.text_tokens + 3) - len(ids)
     text_ids, text_kinds = _texts(rng, missing, encoder)
-    return text_ids + ids, text_kinds + kinds
+    return turns.Tokens(text_ids + ids, text_kinds + kinds)
 
 
 def _question_ids(
@@ -198,7 +227,7 @@ def _texts(rng: np.random.Generator, num_tokens: int, encoder: Encoder) -> tuple
     ids: list[int] = []
     kinds: list[int] = []
     while len(ids) < num_tokens:
-        opening, ending = (encoder.part(part) for part in make_text(rng, encoder.plain_ids))
+        opening, ending = (encoder.part(part) for part in make_text(rng, encoder.plain_ids, encoder.words))
         end = list(encoder.encode("\n"))
         is_whole = len(opening) + len(ending) + len(end) + len(ids) <= num_tokens
         ids = opening + ending + end + ids

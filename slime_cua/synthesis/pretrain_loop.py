@@ -16,8 +16,9 @@ from slime_cua.core.files import write_atomic
 from slime_cua.evaluation import pointing
 from slime_cua.synthesis.feed import Feed
 from slime_cua.synthesis.pretrain import NUM_SLOTS, WATCHED, Place, PretrainConfig, rate_at, stage_at
-from slime_cua.synthesis.pretrain_data import KIND_NAMES, TEXT, Encoder
+from slime_cua.synthesis.pretrain_data import Encoder
 from slime_cua.synthesis.screen_batches import HeldOut, pin, to_device
+from slime_cua.synthesis.turns import CARRY, FILL, KIND_NAMES, TEXT
 from slime_cua.trainer.batch import Microbatch
 from slime_cua.trainer.images import PatchConfig
 from slime_cua.trainer.rank import TrainerRank
@@ -52,6 +53,7 @@ class Training:
             self._held_out = {
                 short: HeldOut(
                     [(a.screen, a.question) for a in pointing.draw(tests[name], config.num_checked)],
+                    tests[name].is_chat,
                     encoder,
                     self.patches,
                     self.device,
@@ -62,6 +64,7 @@ class Training:
         self._count = torch.zeros(len(KIND_NAMES), device=self.device)
         self._weight = torch.ones(len(KIND_NAMES), device=self.device)
         self._weight[TEXT] = config.text_weight
+        self._weight[[CARRY, FILL]] = config.snippet_weight
         self._grad_norm = 0.0
         self._waited_s = 0.0
 

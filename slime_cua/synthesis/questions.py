@@ -31,10 +31,13 @@ QuestionKind = Literal[
     "tell_color",
     "tell_shape",
     "tell_word",
+    "word_at",
+    "value",
     "count",
     "theme",
     "there",
     "ticked",
+    "absent",
 ]
 KINDS: tuple[QuestionKind, ...] = get_args(QuestionKind)
 POINT_KINDS = tuple(kind for kind in KINDS if kind.startswith("point_"))
@@ -54,14 +57,26 @@ class Question:
     box: Box | None = None
     """What a point must hit, pixels; None where no point is asked for."""
 
+    @property
+    def phrase(self) -> str:
+        """What is asked for as a part of a sentence, e.g. "the color of the left one"."""
+        if self.kind in ("tell_color", "tell_shape", "tell_word"):
+            return f"the {self.kind.removeprefix('tell_')} of the {self.about}"
+        before = {"count": "the number of ", "value": "the text beside ", "word_at": "the word at "}
+        return before.get(self.kind, "the ") + self.about
+
     def opening(self, rng: np.random.Generator | None = None) -> str:
         """The question as text, ending with ": "; plain wording without `rng`, else a random one."""
         forms: tuple[str, ...]
-        if self.kind in POINT_KINDS:
+        if self.kind in POINT_KINDS or self.kind == "absent":
             forms = ("point {}: ", "point to the {}: ", "where is the {}: ", "where is {}: ")
         elif self.kind in ("tell_color", "tell_shape", "tell_word"):
             noun = {"tell_color": "color", "tell_shape": "shape", "tell_word": "word"}[self.kind]
             forms = (f"what {noun} is the {{}}: ", f"{noun} of {{}}: ", f"{noun} of the {{}}: ")
+        elif self.kind == "word_at":
+            forms = ("word at {}: ", "what is at {}: ")
+        elif self.kind == "value":
+            forms = ("text beside {}: ", "what is beside {}: ")
         elif self.kind == "count":
             forms = ("how many {}: ", "count {}: ", "number of {}: ")
         elif self.kind == "there":
@@ -88,12 +103,19 @@ def candidates(screen: Screen, kind: QuestionKind) -> list[Question]:
 
 
 def ask(
-    screen: Screen, rng: np.random.Generator, weights: dict[QuestionKind, float], num: int
+    screen: Screen,
+    rng: np.random.Generator,
+    weights: dict[QuestionKind, float],
+    num: int,
+    known: dict[QuestionKind, list[Question]] | None = None,
 ) -> list[Question]:
-    """Up to `num` questions, kinds drawn by `weights`; none comes twice, and a place already told seldom does."""
+    """Up to `num` questions, kinds drawn by `weights`; none comes twice, and a place already told seldom does.
+
+    known: candidates of this screen that were found before, by kind; new ones are added.
+    """
     kinds = [kind for kind, weight in weights.items() if weight > 0]
     shares = np.cumsum([weights[kind] for kind in kinds])
-    known: dict[QuestionKind, list[Question]] = {}
+    known = {} if known is None else known
     questions: list[Question] = []
     for _ in range(5 * num):
         if len(questions) == num:
@@ -180,6 +202,29 @@ def _by_word(screen: Screen) -> Iterator[tuple[str, Item]]:
         item = _only(screen.items, lambda item, word=word: item.word == word)  # type: ignore[misc]
         if item:
             yield word, item
+
+
+def _word_at(screen: Screen) -> Iterator[Question]:
+    for item in screen.items:
+        if item.word:
+            x0, y0, x1, y1 = item.box
+            yield Question("word_at", grid_text((x0 + x1) / 2, (y0 + y1) / 2), item.word)
+
+
+def _value(screen: Screen) -> Iterator[Question]:
+    labels = [item.label for item in screen.items]
+    for item in screen.items:
+        if item.label and item.word and labels.count(item.label) == 1:
+            yield Question("value", item.label, item.word)
+
+
+def _absent(screen: Screen) -> Iterator[Question]:
+    """A colour or a shape that the screen does not show."""
+    shown = {item.color for item in screen.items} | {window.color for window in screen.windows}
+    kinds = {item.kind for item in screen.items}
+    yield from (Question("absent", f"{color} one", "none") for color in HUES if color not in shown)
+    if not kinds & {"button", "box"}:
+        yield from (Question("absent", shape, "none") for shape in vocabulary.SHAPES if shape not in kinds)
 
 
 def _named(screen: Screen) -> Iterator[tuple[str, Item]]:
@@ -270,8 +315,11 @@ _MAKERS: dict[QuestionKind, Callable[[Screen], Iterator[Question]]] = {
         if not name.endswith(("button", "box", "field"))
     ),
     "tell_word": lambda s: (Question("tell_word", name, i.word) for name, i in _named(s) if i.word),
+    "word_at": _word_at,
+    "value": _value,
     "count": _count,
     "theme": lambda s: iter([Question("theme", "theme", "dark" if s.is_dark else "light")]),
     "there": _there,
     "ticked": _ticked,
+    "absent": _absent,
 }

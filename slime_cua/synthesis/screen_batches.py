@@ -81,12 +81,14 @@ def _microbatch(
 class HeldOut:
     """Pointing questions, one a sequence, whose hit rate is read off the log-probs of all coordinates.
 
-    x is the likeliest coordinate after the question, y the likeliest after the right x and a blank.
+    x is the likeliest coordinate after the question, y the likeliest after the right x and a blank. is_chat: asked in a chat
+    turn before the screen.
     """
 
     def __init__(
         self,
         asked: list[tuple[Screen, Question]],
+        is_chat: bool,
         encoder: Encoder,
         config: PatchConfig,
         device: torch.device,
@@ -95,7 +97,7 @@ class HeldOut:
         self._values_C = np.array([int(v) for v in values])
         self._questions = [question for _, question in asked]
         coordinate_C = torch.tensor([encoder.encode(v)[0] for v in values], device=device)
-        streams = [self._stream(question, encoder) for question in self._questions]
+        streams = [self._stream(question, is_chat, encoder) for question in self._questions]
         length = max(len(ids) for ids, _ in streams)
         end = encoder.encode("\n")[0]
         padded = np.array([ids + [end] * (length - len(ids)) for ids, _ in streams])
@@ -119,9 +121,13 @@ class HeldOut:
             config=config,
         )
 
-    def _stream(self, question: Question, encoder: Encoder) -> tuple[list[int], int]:
+    def _stream(self, question: Question, is_chat: bool, encoder: Encoder) -> tuple[list[int], int]:
         """(ids with one placeholder, index of x among them)."""
         opening = [*encoder.image, *encoder.encode(question.opening())]
+        if is_chat:
+            request = question.opening().removesuffix(": ")
+            opening = [*encoder.encode(f"<|im_start|>user\n{request}"), *encoder.image]
+            opening += encoder.encode("<|im_end|>\n<|im_start|>assistant\n")
         return [*opening, *encoder.encode(question.answer + "\n")], len(opening)
 
     def hit_rate(self, model: Any) -> float:

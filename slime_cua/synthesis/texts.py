@@ -10,22 +10,31 @@ from collections.abc import Callable
 
 import numpy as np
 
-from slime_cua.synthesis.starter import vocabulary
-from slime_cua.synthesis.things import HUES, WORDS, between, pick
+from slime_cua.synthesis.snippets import NAMES, draw_snippet
+from slime_cua.synthesis.things import between, pick
 
 Part = str | list[int]
 """Text, or token ids that stand for themselves."""
 
-_NAMES = (*WORDS, *HUES, *vocabulary.SHAPES, *vocabulary.PLACES)
+SNIPPET_SHARE = 0.5
+"""Share of the texts that are requests of `snippets`."""
 
 
-def make_text(rng: np.random.Generator, plain_ids: np.ndarray) -> tuple[Part, Part]:
-    """(opening, ending), e.g. ("copy: cat sun = ", "cat sun"). plain_ids: tokens that may be copied at random."""
+def make_text(
+    rng: np.random.Generator, plain_ids: np.ndarray, words: tuple[str, ...] = NAMES
+) -> tuple[Part, Part]:
+    """(opening, ending), e.g. ("copy: cat sun = ", "cat sun"). plain_ids: tokens that may be copied at random.
+
+    words: names besides those of the screens.
+    """
+    if rng.random() < SNIPPET_SHARE:
+        request, answer = draw_snippet(rng, words)
+        return f"{request}: ", answer
     return pick(rng, _MAKERS)(rng, plain_ids)
 
 
 def _words(rng: np.random.Generator, low: int, high: int) -> list[str]:
-    return [_NAMES[i] for i in rng.permutation(len(_NAMES))[: between(rng, low, high)]]
+    return [NAMES[i] for i in rng.permutation(len(NAMES))[: between(rng, low, high)]]
 
 
 def _copy_words(rng: np.random.Generator, plain_ids: np.ndarray) -> tuple[Part, Part]:
@@ -41,7 +50,7 @@ def _copy_tokens(rng: np.random.Generator, plain_ids: np.ndarray) -> tuple[Part,
 
 def _look_up(rng: np.random.Generator, plain_ids: np.ndarray) -> tuple[Part, Part]:
     names = _words(rng, 2, 4)
-    values = [str(between(rng, 0, 9)) if rng.random() < 0.5 else pick(rng, _NAMES) for _ in names]
+    values = [str(between(rng, 0, 9)) if rng.random() < 0.5 else pick(rng, NAMES) for _ in names]
     which = between(rng, 0, len(names) - 1)
     pairs = ", ".join(f'"{name}": "{value}"' for name, value in zip(names, values, strict=True))
     return f"{{{pairs}}} {names[which]}: ", values[which]

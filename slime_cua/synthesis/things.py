@@ -43,6 +43,10 @@ class Look(ConfigModel):
     """How many of `WORDS` occur, from the front."""
     word_px: tuple[int, int] = (17, 34)
     """Smallest and largest text on things."""
+    number_share: float = Field(0.0, ge=0, le=1)
+    """Share of these words that are whole numbers from 0 to 99."""
+    label_share: float = Field(0.0, ge=0, le=1)
+    """Share of the wide fields that have a word beside them."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +60,8 @@ class Item:
     box: Box
     """What a click must hit, pixels."""
     is_ticked: bool = False
+    label: str = ""
+    """The word beside a field, which names it."""
 
     @property
     def center(self) -> tuple[float, float]:
@@ -108,17 +114,20 @@ def make_theme(rng: np.random.Generator, is_dark: bool) -> Theme:
 
 def pick(rng: np.random.Generator, options: tuple[T, ...]) -> T:
     """One of `options`, each equally likely."""
-    return options[int(rng.integers(len(options)))]
+    return options[int(rng.random() * len(options))]
 
 
 def between(rng: np.random.Generator, low: int, high: int) -> int:
     """A whole number from `low` to `high`, both included; `low` if the range is empty."""
-    return int(rng.integers(low, max(low, high) + 1))
+    return low + int(rng.random() * (max(low, high) + 1 - low))
 
 
 def shade(rng: np.random.Generator, rgb: Rgb, spread: int = 16) -> Rgb:
     """`rgb` with each part moved by at most `spread`."""
-    red, green, blue = (min(max(part + between(rng, -spread, spread), 0), 255) for part in rgb)
+    red, green, blue = (
+        min(max(part + int(move), 0), 255)
+        for part, move in zip(rgb, rng.integers(-spread, spread + 1, 3), strict=True)
+    )
     return red, green, blue
 
 
@@ -264,7 +273,17 @@ def _draw_check_box(rng: np.random.Generator, pixels: np.ndarray, theme: Theme, 
 def _draw_field(
     rng: np.random.Generator, pixels: np.ndarray, theme: Theme, box: Box, color: str, look: Look
 ) -> Item:
-    """A white field; coloured ones have a coloured margin."""
+    """A white field; coloured ones have a coloured margin. A label, if any, stands to its left."""
+    size_px = between(rng, *look.word_px)
+    label = ""
+    if box[2] - box[0] >= 120 and rng.random() < look.label_share:
+        half = (box[0] + box[2]) // 2
+        label = _fitting_word(rng, (box[0], box[1], half, box[3]), size_px, theme.is_bold, look, False)
+        if label:
+            width, height = canvas.text_size(label, size_px, theme.is_bold)
+            spot = (half - width - 6, (box[1] + box[3] - height) // 2)
+            canvas.text(pixels, spot, label, size_px, ink_on(theme.body), theme.is_bold)
+            box = (half, *box[1:])
     inner = box
     if color in HUES and min(box[2] - box[0], box[3] - box[1]) >= 48:
         _panel(pixels, theme, box, shade(rng, COLOURS[color]))
@@ -273,17 +292,19 @@ def _draw_field(
         color = ""
     canvas.fill(pixels, inner, (255, 255, 255))
     canvas.frame(pixels, inner, (90, 90, 90), 1)
-    size_px = between(rng, *look.word_px)
     word = _fitting_word(rng, inner, size_px, theme.is_bold, look) if rng.random() < look.word_share else ""
     top = (inner[1] + inner[3] - canvas.text_size("x", size_px)[1]) // 2
     canvas.text(pixels, (inner[0] + 6, top), word, size_px, (20, 20, 20), theme.is_bold)
-    return Item("field", color, word, box)
+    return Item("field", color, word, box, label=label)
 
 
-def _fitting_word(rng: np.random.Generator, box: Box, size_px: int, is_bold: bool, look: Look) -> str:
-    """A word that fits into `box`, or "" if the first three drawn do not."""
+def _fitting_word(
+    rng: np.random.Generator, box: Box, size_px: int, is_bold: bool, look: Look, may_be_number: bool = True
+) -> str:
+    """A word or number that fits into `box`, or "" if the first three drawn do not."""
     for _ in range(3):
-        word = WORDS[int(rng.integers(look.num_words))]
+        is_number = may_be_number and rng.random() < look.number_share
+        word = str(between(rng, 0, 99)) if is_number else WORDS[between(rng, 0, look.num_words - 1)]
         width, height = canvas.text_size(word, size_px, is_bold)
         if width <= box[2] - box[0] - 8 and height <= box[3] - box[1] + 2:
             return word
