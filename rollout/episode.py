@@ -17,11 +17,13 @@ from rollout.actions import error_text, parse
 from rollout.context import ContextPolicy
 from rollout.ports import DesktopPort, PolicyPort, Sampled
 from rollout.renderer import EpisodeRenderer, Renderer
+from rollout.renderer.episode import Prompt
 from sandbox_cluster.api import ExecuteReply
 from sandbox_cluster.client import Shot
 from slime_cua.config.rollout import RolloutConfig
 from slime_cua.core.actions import Action, CodeAction, GuiAction, TerminateAction
 from slime_cua.core.errors import ActionParseError, InfrastructureError
+from slime_cua.core.routing import RoutedExperts
 from slime_cua.core.types import Episode, ImageRef, Observation, StopReason, Task, Turn
 from slime_cua.data.images import ImageStore
 
@@ -132,8 +134,17 @@ class EpisodeRunner:
             action=action,
             format_error=format_error,
             observation=observation,
+            routed_experts=self._new_routing(prompt, sampled),
             timings_s=trace.take_timings(),
         )
+
+    def _new_routing(self, prompt: Prompt, sampled: Sampled) -> RoutedExperts | None:
+        """What this turn adds to the segment's record: from the last token of the turn before, which that turn had not run."""
+        if sampled.routed_experts is None:
+            return None
+        added = self.renderer.num_prompt_tokens(prompt.context_ids, prompt.context_images)
+        start = 0 if prompt.starts_segment else prompt.num_tokens - added - 1
+        return sampled.routed_experts.cut(start, prompt.num_tokens + len(sampled.ids) - 1)
 
     def _without_placeholder(self, sampled: Sampled) -> Sampled:
         """The tokens before a sampled image placeholder: with it, the response could not be a prompt again (I1)."""

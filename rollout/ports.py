@@ -11,6 +11,7 @@ from typing import Protocol
 from sandbox_cluster.api import EvaluateReply, ExecuteReply
 from sandbox_cluster.client import Shot
 from slime_cua.core.actions import CodeAction, GuiAction
+from slime_cua.core.routing import RoutedExperts
 from slime_cua.core.types import ImageRef, Task
 
 
@@ -34,6 +35,8 @@ class Sampled:
     finish_reason: str
     prompt_tokens: int = 0
     cached_tokens: int = 0
+    routed_experts: RoutedExperts | None = None
+    """Of the whole stream but its last token."""
 
 
 class PolicyPort(Protocol):

@@ -77,6 +77,7 @@ class GenerateBody(_Body):
     logprob_start_len: Literal[-1] = -1
     top_logprobs_num: Literal[0] = 0
     return_text_in_logprobs: bool = False
+    return_routed_experts: bool = False
     stream: Literal[False] = False
     rid: str | None = None
     routing_key: str | None = None

@@ -280,11 +280,18 @@ class Engine:
         else:
             with self._wake:
                 self._waiting.remove(request)
+        routed = None
         if request.kv is not None:
+            routed = np.concatenate(request.kv.routed) if request.kv.routed else None
             self._pool.release(request.kv, request.keys())
             request.kv = None
         request.on_finish(
             Finished(
-                request.output_ids, request.output_logp, reason, request.cached_tokens, self.weight_version
+                request.output_ids,
+                request.output_logp,
+                reason,
+                request.cached_tokens,
+                self.weight_version,
+                routed,
             )
         )

@@ -20,6 +20,7 @@ from rollout.embedded.images import ImageStore, PreparedImage
 from rollout.embedded.prompt import IntArray
 from rollout.embedded.ragged import ATTENTION_NAME, KvBuffer, KvShape, Piece, RaggedBatch, ragged_attention
 from rollout.embedded.recurrent import make_ragged
+from rollout.embedded.routers import Routers
 from slime_cua.core.errors import CheckpointError, ConfigError
 
 Dtype = Literal["fp32", "bf16"]
@@ -66,6 +67,7 @@ class EngineModel:
         self.kv_shape = KvShape(
             len(layers), text.num_key_value_heads, text.head_dim, self.dtype, self.device, bool(linear)
         )
+        self._routers = Routers(self.model)
         self.vocab_size = int(text.vocab_size)
         self.max_positions = int(text.max_position_embeddings)
         self._pieces: dict[int, str] = {}
@@ -97,6 +99,7 @@ class EngineModel:
             use_cache=True,
         ).last_hidden_state
         ragged.advance()
+        self._routers.record(pieces)
         return self.model.lm_head(hidden_1TH[0, torch.from_numpy(starts[1:] - 1).to(self.device)])
 
     def decode_tail(self, output_ids: list[int], tail: str, stop: tuple[str, ...]) -> str:

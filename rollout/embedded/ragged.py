@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
@@ -44,6 +45,8 @@ class KvBuffer:
         self.length = 0
         self.states: dict[int, tuple[Tensor, Tensor]] = {}
         """Running states by decoder layer; only when `shape.is_recurrent`."""
+        self.routed: list[np.ndarray] = []
+        """Mixture of experts: chosen experts [tokens, layers, experts a token] of each step's tokens, in order."""
         self.keys = self._empty(capacity)
         self.values = self._empty(capacity)
 
@@ -70,6 +73,8 @@ class KvBuffer:
         self.keys[:, :, :num_tokens] = source.keys[:, :, :num_tokens]
         self.values[:, :, :num_tokens] = source.values[:, :, :num_tokens]
         self.length = num_tokens
+        if source.routed:
+            self.routed = [np.concatenate(source.routed)[:num_tokens]]
 
     def _empty(self, capacity: int) -> Tensor:
         shape = self.shape

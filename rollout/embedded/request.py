@@ -36,6 +36,8 @@ class Finished:
     reason: dict[str, Any]
     cached_tokens: int
     weight_version: str
+    routed_NLK: np.ndarray | None = None
+    """Experts of each token but the last; None for a model without experts."""
 
 
 @dataclass(eq=False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import time
 import uuid
 from collections.abc import Callable
@@ -97,6 +98,8 @@ class Service:
                 [value, token, None]
                 for value, token in zip(result.output_logp, result.output_ids, strict=True)
             ]
+        if body.return_routed_experts and result.routed_NLK is not None:
+            meta["routed_experts"] = base64.b64encode(result.routed_NLK.astype("<i4").tobytes()).decode()
         return {"text": text, "output_ids": result.output_ids, "meta_info": meta}
 
 

@@ -16,10 +16,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
+import numpy as np
 
 from rollout.engines.routing import Breakers, rendezvous_order
 from slime_cua.config.rollout import SamplingConfig
 from slime_cua.core.errors import EngineError, PromptMismatchError
+from slime_cua.core.routing import RoutedExperts, join
 from slime_cua.core.types import ImageRef
 from slime_cua.data.expand import ImageProcessorConfig, expand_image_placeholders
 
@@ -43,6 +45,8 @@ class Generation:
     """Prompt tokens that the engine did not compute again."""
     num_pieces: int = 1
     """Requests that the turn took: one more for each update it spans."""
+    routed_experts: RoutedExperts | None = None
+    """Of prompt (images expanded) and ids but the last; only from an engine of a mixture of experts that records them."""
 
 
 @dataclass
@@ -52,6 +56,7 @@ class _Draft:
     versions: list[int] = field(default_factory=list)
     cached_tokens: int = 0
     num_pieces: int = 0
+    routed: list[RoutedExperts] = field(default_factory=list)
 
 
 class EngineFailure(EngineError):
@@ -73,9 +78,12 @@ class EngineClient:
         request_timeout_s: float,
         never_sampled: Sequence[int] = (),
         breakers: Breakers | None = None,
+        routing_shape: tuple[int, int] | None = None,
     ) -> None:
         """`never_sampled`: further token ids that end a response besides the image placeholder (a video placeholder):
-        a response that holds one could not be a prompt again."""
+        a response that holds one could not be a prompt again. `routing_shape`: (layers, experts a token) of a mixture of
+        experts whose routing the engines must report."""
+        self._routing_shape = routing_shape
         self._urls = tuple(urls)
         self._min_version = 0
         self._processor = processor
@@ -130,6 +138,8 @@ class EngineClient:
                     _check_prompt(meta, num_expected + len(draft.ids), num_image_tokens)
                     if draft.num_pieces == 0:
                         draft.cached_tokens = int(meta.get("cached_tokens", 0))
+                    if self._routing_shape is not None:
+                        draft.routed.append(_routed_experts(meta, self._routing_shape))
                     reason = _take(draft, meta, budget)
                     if reason != "abort":
                         break
@@ -147,6 +157,7 @@ class EngineClient:
             num_expected,
             draft.cached_tokens,
             draft.num_pieces,
+            join(draft.routed),
         )
 
     def _body(
@@ -174,6 +185,8 @@ class EngineClient:
             "sampling_params": params,
             "return_logprob": True,
         }
+        if self._routing_shape is not None:
+            body["return_routed_experts"] = True
         if images:
             body["image_data"] = images
         if session:
@@ -228,6 +241,24 @@ def image_ref(png: bytes) -> ImageRef:
         raise ValueError("the image is not a PNG")
     width, height = struct.unpack(">II", png[16:24])
     return ImageRef(sha256=hashlib.sha256(png).hexdigest(), width_px=width, height_px=height)
+
+
+def _routed_experts(meta: dict[str, Any], shape: tuple[int, int]) -> RoutedExperts:
+    """As SGLang gives them: base64 of int32 [tokens - 1, layers, experts a token]."""
+    encoded = meta.get("routed_experts")
+    if not isinstance(encoded, str):
+        raise EngineError(
+            "the engine reports no routed_experts: for SGLang add --enable-return-routed-experts to "
+            "rollout.engine.extra_args, or set rollout.engine.records_routing = false"
+        )
+    flat = np.frombuffer(base64.b64decode(encoded), dtype="<i4")
+    num_tokens = int(meta["prompt_tokens"]) + int(meta["completion_tokens"]) - 1
+    if flat.size != num_tokens * shape[0] * shape[1]:
+        raise EngineError(
+            f"the engine reports {flat.size} routed experts for {num_tokens} tokens of {shape[0]} layers and {shape[1]} "
+            "experts a token: it runs another model"
+        )
+    return RoutedExperts.from_array(flat.reshape(num_tokens, *shape))
 
 
 def _check_prompt(meta: dict[str, Any], num_expected: int, num_image_tokens: int) -> None:

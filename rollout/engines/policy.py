@@ -35,4 +35,5 @@ class EnginePolicy:
             finish_reason=generation.finish_reason,
             prompt_tokens=generation.prompt_tokens,
             cached_tokens=generation.cached_tokens,
+            routed_experts=generation.routed_experts,
         )

@@ -22,6 +22,8 @@ class EngineConfig(ConfigModel):
     max_batch: int = Field(64, ge=1)
     max_context_tokens: int = Field(32768, ge=64)
     num_threads: int = 1
+    records_routing: bool = False
+    """Mixture of experts: each reply carries the experts of every token, and training replays them (trainer.moe)."""
     start_timeout_s: float = 300.0
     request_timeout_s: float = 600.0
 

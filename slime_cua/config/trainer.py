@@ -34,6 +34,17 @@ class OptimizerConfig(ConfigModel):
     clip_grad: float = Field(1.0, gt=0)
 
 
+class MoeConfig(ConfigModel):
+    """For models with experts."""
+
+    balance: Literal["none", "aux_loss"] = "none"
+    """aux_loss: Switch Transformer's load-balancing loss, mean over the step's tokens. Router biases are not offered: Qwen's
+    checkpoints have none, so neither an export nor an engine could hold them."""
+    aux_loss_coef: float = Field(1e-3, ge=0)
+    replay_routing: bool = True
+    """Tokens whose experts the engine recorded (rollout.engine.records_routing) go through the same experts in training."""
+
+
 class TrainerConfig(ConfigModel):
     parallel: ParallelConfig = ParallelConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
@@ -45,6 +56,7 @@ class TrainerConfig(ConfigModel):
     freeze_vision: bool = True
     vision_cache_mb: int = Field(256, ge=0)
     """Features of images that a frozen vision tower keeps on each rank from step to step; 0: none."""
+    moe: MoeConfig = MoeConfig()
     recompute: Literal["none", "selective", "full"] = "none"
     use_distributed_optimizer: bool = True
     timeout_s: float = 600.0

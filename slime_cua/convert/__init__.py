@@ -1,7 +1,7 @@
 """Hugging Face folders in and out, strictly."""
 
 from slime_cua.convert.expected import check_hf_folder, expected_shapes
-from slime_cua.convert.expert_layout import ExpertLayout, expert_layout
+from slime_cua.convert.expert_layout import ExpertLayout, expert_layout, routing_shape
 from slime_cua.convert.hf_folder import TensorInfo, copy_companions, read_config, tensor_table
 
 __all__ = [
@@ -12,5 +12,6 @@ __all__ = [
     "expected_shapes",
     "expert_layout",
     "read_config",
+    "routing_shape",
     "tensor_table",
 ]

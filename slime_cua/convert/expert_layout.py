@@ -45,6 +45,14 @@ def expert_layout(table: Mapping[str, TensorInfo], config: Mapping[str, Any]) ->
     return first[0]
 
 
+def routing_shape(config: Mapping[str, Any]) -> tuple[int, int] | None:
+    """(layers, experts a token) of a model's routers, from its config.json; None without experts."""
+    text = config.get("text_config") or config
+    if not (text.get("num_experts") or text.get("num_local_experts")):
+        return None
+    return int(text["num_hidden_layers"]), int(text["num_experts_per_tok"])
+
+
 def _layout_of(name: str, shape: tuple[int, ...], sizes: tuple[Any, Any, Any]) -> ExpertLayout:
     if _SPLIT.search(name):
         return "split"

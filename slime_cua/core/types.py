@@ -12,6 +12,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from slime_cua.core.actions import Action
+from slime_cua.core.routing import RoutedExperts
 
 StopReason = Literal[
     "terminated", "max_turns", "max_tokens", "format_errors", "deadline", "invalid", "cancelled"
@@ -91,6 +92,9 @@ class Turn(_Frozen):
     """Code of the ActionParseError, if the response held no valid action."""
     observation: Observation | None = None
     """What the action gave back; the next turn's context shows it."""
+    routed_experts: RoutedExperts | None = None
+    """Of positions of the segment's stream (images expanded) that no earlier turn of the segment has recorded: from the last
+    token of the turn before to the token before this response's last."""
     timings_s: dict[str, float] = Field(default_factory=dict)
 
     @model_validator(mode="after")
@@ -163,6 +167,8 @@ class Segment(_Frozen):
     """Index of the action step inside this segment for trained tokens, else NOT_SAMPLED."""
     step_types: tuple[StepType, ...]
     images: tuple[ImageRef, ...] = ()
+    routed_experts: RoutedExperts | None = None
+    """From the stream's first position (images expanded) on; None when the engine recorded none."""
     is_format_error: bool = False
     """A single response that held no valid action: its reward is 0 whatever its episode got (I2)."""
 

@@ -56,6 +56,8 @@ class PackedBatch:
     """int64; images_I[i] is distinct_images[image_index_I[i]]."""
     segment_names: tuple[str, ...]
     num_padding: int = 0
+    routed_TLK: np.ndarray | None = None
+    """int16 [T, layers, experts a token]; what the engine's routers chose, -1 where unknown. None: nothing is known."""
 
     @property
     def num_tokens(self) -> int:

@@ -12,6 +12,7 @@ from typing import Literal
 import numpy as np
 
 from slime_cua.core.errors import DataError
+from slime_cua.core.routing import UNKNOWN
 from slime_cua.core.types import NOT_SAMPLED, TrainSample
 from slime_cua.data.batch import STEP_TYPES, PackedBatch, PackedStep, empty_batch
 from slime_cua.data.expand import ImageProcessorConfig, expand_image_placeholders, num_image_tokens
@@ -159,6 +160,12 @@ class _Item:
     cost: float
 
     @property
+    def routed_shape(self) -> tuple[int, int] | None:
+        """(layers, experts a token) of what the engine recorded."""
+        routed = self.sample.segment.routed_experts
+        return None if routed is None else (routed.num_layers, routed.top_k)
+
+    @property
     def num_tokens(self) -> int:
         return len(self.input_ids_T)
 
@@ -270,4 +277,29 @@ def _build(items: list[_Item], pad_multiple: int, pad_id: int) -> PackedBatch:
         image_index_I=np.asarray([place[ref] for ref in refs], dtype=np.int64),
         segment_names=tuple(segment.segment_id for segment in segments),
         num_padding=num_padding,
+        routed_TLK=_routed(items, sum(lengths) + num_padding),
     )
+
+
+def _routed(items: list[_Item], num_tokens: int) -> np.ndarray | None:
+    """Recorded experts of the packed stream; UNKNOWN after each record's end and for segments without one."""
+    shapes = {item.routed_shape for item in items} - {None}
+    if not shapes:
+        return None
+    if len(shapes) > 1:
+        raise DataError(
+            f"segments of models of different shape in one batch: (layers, experts a token) {sorted(shapes, key=str)}"
+        )
+    whole = np.full((num_tokens, *shapes.pop()), UNKNOWN, dtype=np.int16)  # type: ignore[misc]
+    at = 0
+    for item in items:
+        routed = item.sample.segment.routed_experts
+        if routed is not None:
+            if routed.num_tokens > item.num_tokens:
+                raise DataError(
+                    f"segment {item.sample.segment.segment_id} has {routed.num_tokens} recorded routings for "
+                    f"{item.num_tokens} tokens"
+                )
+            whole[at : at + routed.num_tokens] = routed.to_array()
+        at += item.num_tokens
+    return whole

@@ -15,6 +15,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from slime_cua.core.errors import DataError
+from slime_cua.core.routing import RoutedExperts, join
 from slime_cua.core.types import NOT_SAMPLED, Episode, ImageRef, Segment, StepType, Turn
 
 
@@ -64,12 +65,14 @@ class _Stream:
     step_of_token: list[int] = field(default_factory=list)
     step_types: list[StepType] = field(default_factory=list)
     images: list[ImageRef] = field(default_factory=list)
+    routed: list[RoutedExperts | None] = field(default_factory=list)
 
     def add_context(self, turn: Turn) -> None:
         self._extend(turn.context_ids)
         self.images += turn.context_images
 
     def add_response(self, turn: Turn, is_trained: bool) -> None:
+        self.routed.append(turn.routed_experts)
         if not is_trained:
             self._extend(turn.response_ids)
             return
@@ -87,6 +90,7 @@ class _Stream:
     def with_format_error(self, turn: Turn) -> Segment:
         """The stream so far, untrained, then the response that held no valid action."""
         own = _Stream(self.episode, f"{self.name}/format-{turn.index}", images=list(self.images))
+        own.routed = list(self.routed)
         own._extend(tuple(self.token_ids))
         own.add_response(turn, is_trained=True)
         return own._segment(is_format_error=True)
@@ -114,5 +118,6 @@ class _Stream:
             step_of_token=tuple(self.step_of_token),
             step_types=tuple(self.step_types),
             images=tuple(self.images),
+            routed_experts=join(self.routed),
             is_format_error=is_format_error,
         )

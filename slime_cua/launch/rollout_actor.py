@@ -23,6 +23,7 @@ from rollout.worker import RolloutWorker
 from slime_cua.algo.frontier import make_sampler
 from slime_cua.config.run import RunConfig
 from slime_cua.core.actions import Action
+from slime_cua.convert import read_config, routing_shape
 from slime_cua.core.types import Episode, EpisodeGroup, Task
 from slime_cua.data.episodes import EpisodeStore
 from slime_cua.data.images import ImageStore
@@ -58,7 +59,10 @@ class RolloutActor:
             gateway_url, token, self.config.sandbox, is_blind=self.config.evaluation.is_image_blank
         )
         self.engines = EngineClient(
-            (), self.renderer.images, request_timeout_s=rollout.engine.request_timeout_s
+            (),
+            self.renderer.images,
+            request_timeout_s=rollout.engine.request_timeout_s,
+            routing_shape=routing_shape(read_config(hf_dir)) if rollout.engine.records_routing else None,
         )
         runner = EpisodeRunner(rollout, self.renderer, context_policy(rollout.context), self.images)
         self.player = Player(runner, self.desktops, self.config.sandbox.num_desktops)

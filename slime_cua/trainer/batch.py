@@ -42,6 +42,8 @@ class Microbatch:
     """Distinct images of the stream in order of their features, those already known included; empty: as in `patches`."""
     image_token_M: torch.Tensor | None = None
     """Row of the features for each image token of the stream; None: they are already in order."""
+    packed: PackedBatch | None = None
+    """Where it came from: the experts recorded for its tokens; None: nothing is known of them."""
 
     def to(self, device: torch.device) -> Microbatch:
         """The same on `device`."""
@@ -78,6 +80,7 @@ def build_microbatch(
         max_seqlen=packed.max_seqlen,
         row_R=torch.from_numpy(row_R),
         target_R=torch.from_numpy(packed.target_T[row_R]),
+        packed=packed,
     )
     text = text if device is None else text.to(device)
     if not packed.distinct_images:

@@ -10,6 +10,7 @@ import torch
 from slime_cua.algo.losses import LossInputs
 from slime_cua.data.batch import STEP_TYPES, PackedBatch, PackedStep
 from slime_cua.trainer.gap import NUM_EDGES, gap_metrics, gap_sums
+from slime_cua.trainer.routing import load_metrics
 from slime_cua.trainer.runtime import Layout, add_dicts
 
 
@@ -49,9 +50,9 @@ class Totals:
         }.items():
             self._counts[name] = self._counts.get(name, 0.0) + number
 
-    def reduce(self, layout: Layout) -> None:
-        """Sum over data-parallel ranks; a collective that empty ranks join too."""
-        mine = dict(self._counts)
+    def reduce(self, layout: Layout, more: dict[str, float] | None = None) -> None:
+        """Sum over data-parallel ranks, `more` of this rank included; a collective that empty ranks join too."""
+        mine = {**self._counts, **(more or {})}
         for name, tensor in self._tensors.items():
             if tensor.dim() == 0:
                 mine[name] = float(tensor)
@@ -78,6 +79,7 @@ def named_metrics(
         f"{kind}/num_packed_tokens": values.get("packed", 0.0),
         f"{kind}/is_skipped": step.get("skipped", 1.0),
     }
+    metrics.update(load_metrics(values, "moe/" if kind == "loss" else "sft/moe_"))
     if kind == "loss":
         metrics["loss/kl"] = values.get("log_ratio_old_new", 0.0) / rows
         metrics["loss/entropy"] = values.get("entropy_sum", 0.0) / rows

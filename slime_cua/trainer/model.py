@@ -16,6 +16,7 @@ from slime_cua.config.trainer import TrainerConfig
 from slime_cua.convert import ExpertLayout, TensorInfo, expert_layout, read_config
 from slime_cua.kernels.linear_logprob import linear_logprob
 from slime_cua.trainer.batch import Microbatch
+from slime_cua.trainer.routing import Routing
 from slime_cua.trainer.vision import VisionTower
 from slime_cua.trainer.vision_attention import ATTENTION_NAME, register_vision_attention
 
@@ -43,6 +44,7 @@ class PolicyModel:
         bridge = self.config.bridge
         _keep_expert_layout(bridge, expert_layout(tensors, read_config(hf_dir)))
         bridge.load_weights([self.module], str(hf_dir))
+        self.routing = Routing(self.module, self.config, self._tp_group(), config.moe.replay_routing)
         self._text = getattr(self.module, "language_model", self.module)
         self._text._forward_output_layer = self._select_rows
         self._rows: torch.Tensor | None = None
@@ -65,6 +67,8 @@ class PolicyModel:
 
         The one forward path: old log-probs, reference log-probs and training all come from here.
         """
+        if self.routing and batch.packed is not None:
+            self.routing.set_batch(batch.packed, batch.token_ids_T.device)
         hidden_RH = self._hidden_rows(batch)
         return linear_logprob(
             hidden_RH,
@@ -173,6 +177,9 @@ def _megatron_options(config: TrainerConfig, text_config: Any) -> dict[str, Any]
         "masked_softmax_fusion": False,
         "apply_rope_fusion": False,
     }
+    if getattr(text_config, "num_experts", None) or getattr(text_config, "num_local_experts", None):
+        options["moe_router_load_balancing_type"] = config.moe.balance
+        options["moe_aux_loss_coeff"] = config.moe.aux_loss_coef if config.moe.balance == "aux_loss" else 0.0
     if parallel.ep > 1:
         options["expert_tensor_parallel_size"] = 1
     layers = getattr(text_config, "layer_types", None)

@@ -121,7 +121,9 @@ class TrainerRank:
             batch = self._pack(items, is_zero_skipped=is_plain)
             count = batch.num_samples if num_samples is None else num_samples
             totals, step = Totals(), {}
-            if any(packed.num_segments for share in batch.micro_batches for packed in share):
+            packs = [packed for share in batch.micro_batches for packed in share]
+            self.model.routing.begin_step(sum(packed.num_tokens for packed in packs))
+            if any(packed.num_segments for packed in packs):
                 self.model.module.train()
                 self.optimizer.zero_grad()
                 plan = _Plan(
@@ -136,7 +138,8 @@ class TrainerRank:
                 self.extra.keep_version(settings, policy_version, max_policy_lag)
                 self.optimizer.reduce_gradients()
                 step = self.optimizer.step()
-            totals.reduce(self.layout)
+                progress.mark("stepped")
+            totals.reduce(self.layout, self.model.routing.sums())
             metrics = named_metrics(totals.values, step, loss, batch)
             metrics["time/train_s"] = time.monotonic() - started
             if policy_version is not None:
