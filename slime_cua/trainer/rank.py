@@ -138,7 +138,6 @@ class TrainerRank:
                 self.extra.keep_version(settings, policy_version, max_policy_lag)
                 self.optimizer.reduce_gradients()
                 step = self.optimizer.step()
-                progress.mark("stepped")
             totals.reduce(self.layout, self.model.routing.sums())
             metrics = named_metrics(totals.values, step, loss, batch)
             metrics["time/train_s"] = time.monotonic() - started
