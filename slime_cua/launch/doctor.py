@@ -43,8 +43,15 @@ def main(argv: list[str]) -> int:
     parser.add_argument(
         "--run-dir", type=Path, default=Path("runs"), help="where runs will be kept: its disk is looked at"
     )
+    parser.add_argument("--config", type=Path, help="a run's YAML: its model and layout are looked at, too")
+    parser.add_argument("overrides", nargs="*", help="key=value, dotted, with --config")
     options = parser.parse_args(argv)
-    findings = [finding for check in checks(options.run_dir) for finding in check()]
+    if options.overrides and options.config is None:
+        parser.error("overrides need --config")
+    all_checks = checks(options.run_dir)
+    if options.config is not None:
+        all_checks.append(lambda: _layout(options.config, options.overrides))
+    findings = [finding for check in all_checks for finding in check()]
     print(report(findings))
     return 1 if any(finding.remedy and finding.is_needed for finding in findings) else 0
 
@@ -105,6 +112,30 @@ def _memory() -> Iterable[Finding]:
         "" if shm_mb >= MIN_SHM_MB else "mount -o remount,size=1G /dev/shm (in a container: --shm-size=1g)"
     )
     yield Finding("/dev/shm", f"{shm_mb} MB free (Ray's objects)", remedy, is_needed=False)
+
+
+def _layout(path: Path, overrides: list[str]) -> Iterable[Finding]:
+    """The legal layouts of the config's model, line by line, and what the config asks for. The table: trainer/layouts.py."""
+    from slime_cua.config.base import load
+    from slime_cua.config.run import RunConfig
+    from slime_cua.convert import read_config
+    from slime_cua.core.errors import SlimeCuaError
+    from slime_cua.trainer.layouts import layout_faults, legal_layouts
+
+    try:
+        config = load(RunConfig, path, overrides)
+        model = read_config(config.model)
+        table = legal_layouts(model)
+    except SlimeCuaError as error:
+        yield Finding("config", "cannot be used", str(error))
+        return
+    parallel = config.trainer.parallel
+    for axis in table:
+        yield Finding(
+            f"layout {axis.name}", f"{getattr(parallel, axis.name)}; legal: {axis.legal} ({axis.reason})"
+        )
+    for fault in layout_faults(model, parallel, config.model):
+        yield Finding("layout", "refused", fault)
 
 
 def memory_bytes() -> int:

@@ -12,6 +12,7 @@ import torch.distributed as dist
 import megatron_patches
 from slime_cua.config.trainer import ParallelConfig, TrainerConfig
 from slime_cua.core.errors import ConfigError, DataError
+from slime_cua.trainer.layouts import axis_faults
 
 
 @dataclass(frozen=True)
@@ -33,12 +34,9 @@ def check_layout(parallel: ParallelConfig, world_size: int) -> None:
             f"trainer.parallel: tp {parallel.tp} x pp {parallel.pp} x cp {parallel.cp} x dp {parallel.dp} = "
             f"{parallel.world_size} ranks, but {world_size} were started"
         )
-    if parallel.pp > 1:
-        raise ConfigError("trainer.parallel.pp must be 1: this build has no pipeline schedule; use tp and dp")
-    if parallel.cp > 1:
-        raise ConfigError(
-            "trainer.parallel.cp must be 1: megatron-core 0.16.1 has no context parallelism for gated delta net; use tp"
-        )
+    faults = axis_faults(parallel)
+    if faults:
+        raise ConfigError(faults[0])
 
 
 def start(config: TrainerConfig, rank: int, world_size: int, address: str, port: int, seed: int) -> Layout:
