@@ -23,8 +23,10 @@ import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response
+from starlette.requests import HTTPConnection
 
 from sandbox_cluster.errors import ApiError, to_api
+from sandbox_cluster.wire import MAX_MESSAGE_BYTES
 from slime_cua.core.errors import PreflightError, SlimeCuaError
 
 log = logging.getLogger("sandbox_cluster")
@@ -57,7 +59,7 @@ class Tokens:
     def __init__(self, by_name: Mapping[str, str]) -> None:
         self._by_name = {name: token.encode() for name, token in by_name.items() if token}
 
-    def principal(self, request: Request) -> str:
+    def principal(self, request: HTTPConnection) -> str:
         """The name whose token the request carries. Raises ApiError `unauthorized`."""
         scheme, _, given = request.headers.get("authorization", "").partition(" ")
         found = ""
@@ -149,6 +151,16 @@ def setup_logs(level: str = "INFO") -> None:
     logging.getLogger("uvicorn").setLevel("WARNING")
 
 
+class _NoPaths(logging.Filter):
+    """uvicorn logs each websocket's path, which may hold a lease secret, and calls a refused upgrade incomplete."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        return "WebSocket %s" not in str(record.msg) and "without completing handshake" not in str(record.msg)
+
+
+_no_paths = _NoPaths()
+
+
 def event(name: str, **fields: object) -> None:
     """One structured log line. Never pass a secret."""
     log.info(name, extra={"fields": fields})
@@ -210,7 +222,11 @@ async def running(app: FastAPI, sock: socket.socket) -> AsyncIterator[asyncio.Ta
         timeout_graceful_shutdown=2,
         timeout_keep_alive=75,
         lifespan="on",
+        ws_max_size=MAX_MESSAGE_BYTES,
+        ws_max_queue=1,
+        ws_per_message_deflate=False,
     )
+    logging.getLogger("uvicorn.error").addFilter(_no_paths)
     server = _Server(config)
     serving = asyncio.create_task(server.serve([sock]))
     try:

@@ -6,7 +6,8 @@ itself on a connection that was closed while idle; those of ours (GET, PUT, DELE
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import asyncio
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import aiohttp
@@ -15,6 +16,9 @@ from yarl import URL
 from slime_cua.core.errors import SandboxError, UnknownOutcomeError
 
 CONNECT_S = 4.0
+WEBSOCKET_S = 20.0
+MAX_MESSAGE_BYTES = 96 << 20
+"""Of one websocket message: Chrome's debugger sends whole pages and screenshots in one."""
 IDLE_S = 20.0
 """Less than the services' keep-alive, so that no request meets a connection that is being closed."""
 
@@ -33,12 +37,34 @@ class Reply:
     content: bytes
 
 
+async def open_websocket(
+    session: aiohttp.ClientSession, url: str, headers: Mapping[str, str], protocols: Iterable[str]
+) -> aiohttp.ClientWebSocketResponse:
+    """A websocket, without compression. Raises aiohttp.ClientError (WSServerHandshakeError: refused), TimeoutError."""
+    async with asyncio.timeout(WEBSOCKET_S):
+        return await session.ws_connect(
+            url, headers=dict(headers), protocols=tuple(protocols), max_msg_size=MAX_MESSAGE_BYTES, compress=0
+        )
+
+
 class Wire:
     """A pool of connections. Made inside the event loop at the first request."""
 
     def __init__(self) -> None:
         self._session: aiohttp.ClientSession | None = None
         self._is_closed = False
+
+    def session(self) -> aiohttp.ClientSession:
+        """The pool. Raises NotSentError once it was closed."""
+        if self._is_closed:
+            raise NotSentError("the client was closed; nothing was sent")
+        if self._session is None:
+            self._session = aiohttp.ClientSession(
+                connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=IDLE_S),
+                cookie_jar=aiohttp.DummyCookieJar(),
+                auto_decompress=False,
+            )
+        return self._session
 
     async def close(self) -> None:
         self._is_closed = True
@@ -49,17 +75,10 @@ class Wire:
         self, method: str, url: str, body: bytes, headers: Mapping[str, str], timeout_s: float
     ) -> Reply:
         """The answer, whatever its status. Raises NotSentError, or UnknownOutcomeError when the reply was lost."""
-        if self._is_closed:
-            raise NotSentError("the client was closed; nothing was sent")
-        if self._session is None:
-            self._session = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=IDLE_S),
-                cookie_jar=aiohttp.DummyCookieJar(),
-                auto_decompress=False,
-            )
+        session = self.session()
         limit = aiohttp.ClientTimeout(total=timeout_s, sock_connect=min(CONNECT_S, timeout_s))
         try:
-            async with self._session.request(
+            async with session.request(
                 method,
                 URL(url, encoded=True),
                 data=body,

@@ -18,6 +18,7 @@ from sandbox_cluster.errors import ApiError
 from sandbox_cluster.gateway.broker import Broker
 from sandbox_cluster.gateway.metrics import GatewayMetrics
 from sandbox_cluster.gateway.passthrough import PassThrough
+from sandbox_cluster.gateway.services import Services
 from sandbox_cluster.gateway.state import LeaseRecord, State
 from sandbox_cluster.gateway.upstream import Upstream
 from sandbox_cluster.serving import Tokens, event, install_errors, wait_disconnect
@@ -108,6 +109,7 @@ def create_app(state: State, clients: Tokens, hosts: Tokens, *, host_timeout_s: 
     _service_routes(app, gateway)
     _host_routes(app, gateway)
     PassThrough(broker, upstream).add_routes(app)
+    Services(broker, upstream).add_routes(app)
     return app
 
 

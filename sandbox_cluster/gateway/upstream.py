@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from typing import Any
+
+import aiohttp
 
 from sandbox_cluster.api import BindReply, BindRequest, HostRegistration
 from sandbox_cluster.deadlines import DEADLINE_HEADER, tighter
 from sandbox_cluster.errors import STATUS, ApiError
-from sandbox_cluster.wire import NotSentError, Reply, Wire
+from sandbox_cluster.wire import NotSentError, Reply, Wire, open_websocket
 from slime_cua.core.errors import UnknownOutcomeError
 
 
@@ -34,6 +37,13 @@ class Upstream:
         reply = await self.call(host, "DELETE", f"/v1/leases/{lease_id}", b"", 10.0)
         if reply.status not in (204, 404):
             raise _error_of(reply)
+
+    async def websocket(
+        self, host: HostRegistration, path: str, headers: dict[str, str], protocols: Iterable[str]
+    ) -> aiohttp.ClientWebSocketResponse:
+        """A websocket of the host's. Raises aiohttp.ClientError, TimeoutError."""
+        sent = {**headers, "authorization": f"Bearer {host.call_token}"}
+        return await open_websocket(self._wire.session(), host.url + path, sent, protocols)
 
     async def call(
         self,

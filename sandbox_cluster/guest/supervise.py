@@ -185,13 +185,14 @@ def op_time(request):
     return {"now": time.time()}
 
 
-def op_set_time(request):
-    """Step the clock to `now` (as of the start of this call), as root or by sudo."""
+def op_step_time(request):
+    """Step the clock by so many seconds, as root or by sudo."""
+    now = time.time() + request["seconds"]
     if IS_WINDOWS:
-        moment = "[DateTimeOffset]::FromUnixTimeMilliseconds(%d).LocalDateTime" % (request["now"] * 1000)
+        moment = "[DateTimeOffset]::FromUnixTimeMilliseconds(%d).LocalDateTime" % (now * 1000)
         line, words = ["powershell", "-Command", "Set-Date -Date (%s)" % moment], b""
     else:
-        line, words = ["date", "-u", "-s", "@%.3f" % request["now"]], b""
+        line, words = ["date", "-u", "-s", "@%.3f" % now], b""
         if os.geteuid():
             line, words = ["sudo", "-S", "-p", ""] + line, request["password"].encode() + b"\n"
     done = subprocess.run(line, input=words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)

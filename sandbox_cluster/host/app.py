@@ -5,17 +5,18 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from fastapi import FastAPI, Request
+from fastapi import FastAPI, Request, WebSocket
 from fastapi.responses import Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from sandbox_cluster import api
+from sandbox_cluster import api, relay
 from sandbox_cluster.deadlines import DEADLINE_HEADER, given, tighter
 from sandbox_cluster.errors import ApiError, to_api
 from sandbox_cluster.host.bindings import Bindings
 from sandbox_cluster.host.work import Work
 from sandbox_cluster.serving import Tokens, error_response, install_errors
+from sandbox_cluster.wire import open_websocket
 
 _SCOPE = ("type", "asgi", "http_version", "method", "scheme", "query_string", "headers", "client", "server")
 
@@ -44,8 +45,9 @@ def create_app(bindings: Bindings, work: Work, tokens: Tokens) -> FastAPI:
 
     _action_routes(app, bindings, tokens)
     _work_routes(app, bindings, work, tokens)
-    relay = _PassThrough(bindings, work, tokens)
-    app.router.routes.append(Route("/v1/leases/{lease_id}/server/{path:path}", relay))
+    guest = _PassThrough(bindings, work, tokens)
+    app.router.routes.append(Route("/v1/leases/{lease_id}/server/{path:path}", guest))
+    _port_routes(app, bindings, tokens)
     return app
 
 
@@ -104,6 +106,44 @@ def _work_routes(app: FastAPI, bindings: Bindings, work: Work, tokens: Tokens) -
         _, watched = bindings.get(lease_id)
         with watched.busy():
             return await work.evaluate(watched.desktop, body, _deadline_s(request, body.timeout_s + 10.0))
+
+
+def _port_routes(app: FastAPI, bindings: Bindings, tokens: Tokens) -> None:
+    """Services inside the desktop: Chrome's debugger, VLC."""
+
+    async def call(request: Request, lease_id: str, service: str, path: str) -> Response:
+        tokens.principal(request)
+        _, watched = bindings.get(lease_id)
+        headers = relay.passed(request.headers)
+        if relay.AUTHORIZATION in request.headers:
+            headers["authorization"] = request.headers[relay.AUTHORIZATION]
+        target = _target(path, request.url.query)
+        body = await request.body()
+        desktop = watched.desktop
+        return relay.to_response(
+            await relay.call_inside(desktop, service, request.method, target, body, headers)
+        )
+
+    methods = ["GET", "PUT", "POST", "DELETE", "HEAD", "OPTIONS"]
+    app.add_api_route("/v1/leases/{lease_id}/port/{service}/{path:path}", call, methods=methods)
+
+    @app.websocket("/v1/leases/{lease_id}/port/{service}/{path:path}")
+    async def join(websocket: WebSocket, lease_id: str, service: str, path: str) -> None:
+        try:
+            tokens.principal(websocket)
+            _, watched = bindings.get(lease_id)
+            async with relay.inside(watched.desktop, service) as (session, url):
+                target = url + _target(path, websocket.url.query)
+                headers = relay.passed(websocket.headers)
+                await relay.relay_websocket(
+                    websocket, lambda protocols: open_websocket(session, target, headers, protocols)
+                )
+        except ApiError as error:
+            await relay.deny(websocket, error)
+
+
+def _target(path: str, query: str) -> str:
+    return f"/{path}?{query}" if query else f"/{path}"
 
 
 class _PassThrough:

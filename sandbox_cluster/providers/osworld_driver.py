@@ -59,8 +59,9 @@ class OSWorldDriver:
     def is_alive(self) -> bool:
         return not self._is_ended and self._is_there()
 
-    async def ready(self) -> float:
-        """Wait (without end: the caller has the deadline) until it answers; its clock is right then. The skew in seconds.
+    async def ready(self, password: str) -> float:
+        """Wait (without end: the caller has the deadline) until it answers, and set its clock if that is off. The skew left, in
+        seconds.
 
         SandboxError: the screen has another size, the clock cannot be set, or the desktop is gone.
         """
@@ -79,17 +80,20 @@ class OSWorldDriver:
                 f"the machine at {self.server.url} has a screen of {size[0]}x{size[1]}: "
                 f"set sandbox.screen_wh_px to [{size[0]}, {size[1]}]"
             )
-        return await self.server.clock_skew_s()
+        low, high = await self.server.clock_skew_s()
+        skew_s = _least((low, high))
+        return skew_s if abs(skew_s) <= MAX_SKEW_S else await self.set_clock((low + high) / 2, password)
 
-    async def set_clock(self, password: str) -> float:
-        """Step the desktop's clock to ours; the skew that is left. SandboxError when more than MAX_SKEW_S."""
-        answer = await self.server.supervised({"op": "set_time", "now": time.time(), "password": password})
-        skew_s = await self.server.clock_skew_s()
-        if abs(skew_s) > MAX_SKEW_S:
+    async def set_clock(self, skew_s: float, password: str) -> float:
+        """Step the desktop's clock by -skew_s; the skew that is left. SandboxError when more than MAX_SKEW_S."""
+        request = {"op": "step_time", "seconds": -skew_s, "password": password}
+        answer = await self.server.supervised(request)
+        left_s = _least(await self.server.clock_skew_s())
+        if abs(left_s) > MAX_SKEW_S:
             raise SandboxError(
-                f"the clock of {self.server.url} is {skew_s:+.1f} s off and cannot be set: {answer.get('said')}"
+                f"the clock of {self.server.url} is {left_s:+.1f} s off and cannot be set: {answer.get('said')}"
             )
-        return skew_s
+        return left_s
 
     async def play(self, events: Sequence[InputEvent]) -> None:
         for part in parted(events):
@@ -203,6 +207,12 @@ class OSWorldDriver:
             raise SandboxError("the desktop is gone")
 
 
+def _least(bounds: tuple[float, float]) -> float:
+    """The smallest skew within the bounds."""
+    low, high = bounds
+    return max(low, 0.0) or min(high, 0.0)
+
+
 def _digest(picture: bytes) -> str:
     return hashlib.sha256(picture).hexdigest()
 
@@ -214,8 +224,7 @@ async def make_ready(driver: OSWorldDriver, timeout_s: float, password: str) -> 
     """
     try:
         async with asyncio.timeout(timeout_s):
-            skew_s = await driver.ready()
-            return skew_s if abs(skew_s) <= MAX_SKEW_S else await driver.set_clock(password)
+            return await driver.ready(password)
     except BaseException as error:
         await asyncio.shield(driver.kill())
         if isinstance(error, TimeoutError):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import math
 import time
 import uuid
 from pathlib import Path
@@ -18,6 +19,7 @@ from slime_cua.core.errors import SandboxError, UnknownOutcomeError
 CALL_S = 20.0
 PATIENCE_S = 60.0
 """One /execute call lasts at most so long: the server itself gives up at 120 s, its own clients at 90 s."""
+SKEW_TRIES, SKEW_BOUNDS_S = 4, 0.5
 _INLINE_CHARS = 12_000
 """A longer request travels as a file: Windows takes 32,767 characters a command line, this program included."""
 _PYTHON = "python"
@@ -118,11 +120,17 @@ class ControlServer:
             raise SandboxError(f"{self.url}/file answered {reply.status}")
         return reply.content
 
-    async def clock_skew_s(self) -> float:
-        """The desktop's clock less ours, taken against the middle of the call."""
-        before = time.time()
-        answer = await self.supervised({"op": "time"})
-        return float(answer["now"]) - (before + time.time()) / 2
+    async def clock_skew_s(self) -> tuple[float, float]:
+        """Bounds of the desktop's clock less ours: it was read between the start and the end of a call. Slow calls say little, so
+        up to SKEW_TRIES are made until the bounds are close."""
+        low, high = -math.inf, math.inf
+        for _ in range(SKEW_TRIES):
+            before = time.time()
+            now = float((await self.supervised({"op": "time"}))["now"])
+            low, high = max(low, now - time.time()), min(high, now - before)
+            if high - low <= SKEW_BOUNDS_S:
+                break
+        return low, high
 
     async def has_broken_bash(self) -> bool:
         """Whether /run_bash_script is missing, or runs a script and then fails over its own logging (`_append_event`)."""

@@ -7,6 +7,7 @@ import subprocess
 from collections.abc import Iterable
 from pathlib import Path
 
+SIZE = (640, 384)
 PYTHON = Path("/usr/bin/python3")
 PROGRAMS = (
     "bash",

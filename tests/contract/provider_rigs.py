@@ -18,8 +18,8 @@ import pytest
 
 from slime_cua.config.sandbox import DesktopConfig, DockerConfig, RemoteConfig
 from tests.contract import guest_rootfs
+from tests.contract.guest_rootfs import SIZE
 
-SIZE = (640, 384)
 NUM_MACHINES = 3
 SDK = Path(__file__).resolve().parents[2] / ".venvs" / "docker"
 """Docker's SDK may be there instead of in the test environment."""

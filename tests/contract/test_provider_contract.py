@@ -22,7 +22,10 @@ from slime_cua.config.sandbox import DesktopConfig
 from slime_cua.core.actions import CodeAction, GuiAction
 from slime_cua.core.coordinates import Point
 from slime_cua.core.errors import ConfigError, SandboxError, UnknownOutcomeError
-from tests.contract.provider_rigs import SIZE, Daemon, docker_daemon, docker_is_missing, remote_machines
+from tests.contract import qemu_guest
+from tests.contract.guest_rootfs import SIZE
+from tests.contract.provider_rigs import Daemon, docker_daemon, docker_is_missing, remote_machines
+from tests.contract.qemu_guest import machine_is_missing
 
 CLICK = GuiAction(kind="left_click", point=Point(x=500, y=500))
 KINDS = [
@@ -30,6 +33,7 @@ KINDS = [
     pytest.param("local", marks=pytest.mark.desktop),
     pytest.param("remote", marks=pytest.mark.desktop),
     pytest.param("docker", marks=pytest.mark.docker),
+    pytest.param("qemu", marks=pytest.mark.vm),
 ]
 
 
@@ -39,6 +43,14 @@ def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
         pytest.skip(fault)
     with docker_daemon(tmp_path_factory.mktemp("docker")) as made:
         yield made
+
+
+@pytest.fixture(scope="module")
+def machine(tmp_path_factory: pytest.TempPathFactory) -> DesktopConfig:
+    """The config of a tiny virtual machine."""
+    if fault := machine_is_missing():
+        pytest.skip(fault)
+    return qemu_guest.build(tmp_path_factory.mktemp("machine"))
 
 
 @pytest.fixture(params=KINDS)
@@ -56,6 +68,8 @@ async def provider_of(request: pytest.FixtureRequest, folder: Path) -> AsyncIter
             config = await stack.enter_async_context(remote_machines(folder))
         elif request.param == "docker":
             config = request.getfixturevalue("daemon").config()
+        elif request.param == "qemu":
+            config = request.getfixturevalue("machine")
         made = make_provider(request.param, config, folder, "contract")
         await made.check()
         stack.push_async_callback(made.close)
