@@ -8,6 +8,7 @@ from pydantic import Field, model_validator
 
 from slime_cua.config.algo import AdvantageConfig, FrontierConfig, LossConfig
 from slime_cua.config.base import ConfigModel
+from slime_cua.config.pool import PoolConfig
 from slime_cua.config.rollout import RolloutConfig
 from slime_cua.config.sandbox import SandboxConfig
 from slime_cua.config.trainer import OptimizerConfig, TrainerConfig
@@ -80,6 +81,7 @@ class RunConfig(ConfigModel):
     sampler: FrontierConfig = FrontierConfig()
     sft: SftConfig = SftConfig()
     evaluation: EvalConfig = EvalConfig()
+    pool: PoolConfig = PoolConfig()
     log: LogConfig = LogConfig()
 
     @model_validator(mode="after")

@@ -23,7 +23,7 @@ from slime_cua.config.run import RunConfig
 from slime_cua.core.errors import ConfigError, PreflightError
 from slime_cua.core.files import write_atomic
 
-MAY_CHANGE = ("num_steps", "minutes", "save_every", "log", "run_dir")
+MAY_CHANGE = ("num_steps", "minutes", "save_every", "log", "run_dir", "pool")
 """Top-level keys that may differ between a run and its continuation."""
 MIN_FREE_BYTES = 256 << 20
 """Below that nothing starts; what a model's checkpoints take is looked at by launch.preflight."""
