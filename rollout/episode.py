@@ -215,6 +215,8 @@ class _Trace:
     stop_reason: StopReason = "invalid"
     error: str | None = None
     started_s: float = field(default_factory=time.time)
+    began: float = field(default_factory=time.monotonic)
+    """The same moment on a clock that is never set."""
     timings_s: dict[str, float] = field(default_factory=dict)
 
     def phase(self, name: str) -> _Phase:
@@ -252,7 +254,7 @@ class _Trace:
             stop_reason=self.stop_reason,
             error=self.error,
             started_s=self.started_s,
-            ended_s=time.time(),
+            ended_s=self.started_s + time.monotonic() - self.began,
         )
 
 

@@ -1,11 +1,14 @@
-"""A group: G attempts at one task. Infrastructure failures are replaced up to a bound; siblings go on meanwhile."""
+"""A group: G attempts at one task. Infrastructure failures are replaced up to a bound; siblings go on meanwhile.
+
+A group that was interrupted goes on with the episodes that had finished: they are kept, the others are played again.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import statistics
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 
 from slime_cua.core.types import Episode, EpisodeGroup
@@ -46,20 +49,24 @@ async def run_group(
     admitted_version: int,
     num_extra: int = 0,
     close_factor: float = 0.0,
+    finished: Sequence[Episode] = (),
 ) -> EpisodeGroup:
     """The group with all its attempts, invalid and cancelled ones included (they are counted, never trained).
 
     At most `max_retries` invalid attempts are replaced, over the whole group. `num_extra` and `close_factor` as in
     ClosingRule; what is cut off has stop_reason "cancelled". Cancelling cancels every attempt.
+    finished: attempts of this group that ended before an interruption, in the order in which they did.
     """
-    episodes: list[Episode] = []
-    retries = max_retries
-    serial = num_episodes + num_extra
-    names = [f"{group_id}-e{n}" for n in range(serial)]
+    episodes: list[Episode] = list(finished)
+    num_replaced = min(max_retries, sum(not episode.is_valid for episode in finished))
+    retries, serial = max_retries - num_replaced, num_episodes + num_extra + num_replaced
+    known = {episode.episode_id for episode in finished}
+    names = [name for n in range(serial) if (name := f"{group_id}-e{n}") not in known]
     running = {asyncio.ensure_future(run_episode(name)): name for name in names}
-    rule = ClosingRule(num_episodes, num_extra, close_factor)
+    took_s = sorted(episode.ended_s - episode.started_s for episode in finished if episode.is_valid)
+    rule = ClosingRule(num_episodes, num_extra, close_factor, took_s)
     clock = asyncio.get_running_loop().time
-    started, started_s = clock(), time.time()
+    started, started_s = clock() - max(took_s, default=0.0), time.time()
     try:
         while running and not rule.is_enough():
             timeout = rule.left_s(clock() - started)
@@ -80,14 +87,14 @@ async def run_group(
         for future in running:
             future.cancel()
         await asyncio.gather(*running, return_exceptions=True)
-    episodes += [_cut_off(name, group_id, task_id, started_s) for name in running.values()]
+    episodes += [_cut_off(name, group_id, task_id, started_s, clock() - started) for name in running.values()]
     episodes.sort(key=lambda episode: int(episode.episode_id.rsplit("-e", 1)[1]))
     return EpisodeGroup(
         group_id=group_id, task_id=task_id, episodes=tuple(episodes), admitted_version=admitted_version
     )
 
 
-def _cut_off(episode_id: str, group_id: str, task_id: str, started_s: float) -> Episode:
+def _cut_off(episode_id: str, group_id: str, task_id: str, started_s: float, took_s: float) -> Episode:
     return Episode(
         episode_id=episode_id,
         group_id=group_id,
@@ -95,5 +102,5 @@ def _cut_off(episode_id: str, group_id: str, task_id: str, started_s: float) -> 
         turns=(),
         stop_reason="cancelled",
         started_s=started_s,
-        ended_s=time.time(),
+        ended_s=started_s + took_s,
     )

@@ -91,7 +91,7 @@ class Player:
         on_request: OnRequest = lambda: None,
     ) -> Episode:
         """The episode; an unavailable desktop makes it invalid, it never raises for that."""
-        started_s = time.time()
+        started_s, began = time.time(), time.monotonic()
         async with self._slots:
             self.busy.add(1)
             try:
@@ -113,7 +113,7 @@ class Player:
                     stop_reason="invalid",
                     error=f"{type(error).__name__}: {error}",
                     started_s=started_s,
-                    ended_s=time.time(),
+                    ended_s=started_s + time.monotonic() - began,
                 )
             finally:
                 self.busy.add(-1)

@@ -46,6 +46,8 @@ class GroupState:
     is_finished: bool = False
     is_protected: bool = True
     """The step waits for it; without `stale = drop` that is every group."""
+    admitted_version: int = 0
+    """The scheduler's version when it was admitted."""
 
 
 @dataclass
@@ -100,7 +102,13 @@ class Scheduler:
             )
         if group_id in self.groups:
             raise RuntimeError(f"group {group_id} is admitted already")
-        state = GroupState(group_id, task_id, self.num_admitted, is_protected=self._protects(task_id))
+        state = GroupState(
+            group_id,
+            task_id,
+            self.num_admitted,
+            is_protected=self._protects(task_id),
+            admitted_version=self.version,
+        )
         self.groups[group_id] = state
         self.num_admitted += 1
         return state
@@ -239,7 +247,7 @@ class Scheduler:
         return stale
 
     def state_dict(self) -> dict[str, Any]:
-        """JSON-ready state. In-flight groups are in it: after a resume they are run again from their tasks."""
+        """JSON-ready state. In-flight groups are in it: after a resume they go on with the episodes that had finished."""
         state = asdict(self)
         state["groups"] = [vars(group).copy() for group in self.groups.values()]
         del state["options"]

@@ -20,6 +20,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
@@ -32,7 +33,8 @@ CLIENT_TOKENS = "SLIME_CUA_CLIENT_TOKENS"
 HOST_TOKENS = "SLIME_CUA_HOST_TOKENS"
 STOP_S = 8.0
 MAX_RESTARTS = 5
-"""Of gateway and host together, in one run."""
+WINDOW_S = 3600.0
+"""More than MAX_RESTARTS of gateway and host together within it, and the desktops are given up."""
 log = logging.getLogger(__name__)
 PROJECT = Path(__file__).resolve().parent.parent
 
@@ -56,6 +58,9 @@ class LocalCluster:
         self._start_timeout_s, self._host_arguments = start_timeout_s, host_arguments
         self._host_token = ""
         self.num_restarts = 0
+        self._restarts: deque[float] = deque(maxlen=MAX_RESTARTS)
+        """When the last ones were, on the monotonic clock."""
+        self._untold: deque[str] = deque()
         self.failure: str | None = None
         """Why the desktops are gone for good; None while they are not."""
         self.gateway: Service | None = None
@@ -120,7 +125,7 @@ class LocalCluster:
     def watched(self, every_s: float = 1.0) -> Iterator[None]:
         """Restart what dies during the block: the gateway with its port and its leases, the host with fresh desktops.
 
-        After MAX_RESTARTS, or when a restart fails, `check` raises.
+        After MAX_RESTARTS within WINDOW_S, or when a restart fails, `check` raises.
         """
         is_over = threading.Event()
 
@@ -144,19 +149,26 @@ class LocalCluster:
         for service in (self.gateway, self.host):
             if service is None or service.process.poll() is None:
                 continue
+            now = time.monotonic()
             self.num_restarts += 1
+            self._untold.append(service.name)
             code = service.process.returncode
             log.warning("the sandbox %s died (code %s): restarting it", service.name, code)
-            if self.num_restarts > MAX_RESTARTS:
+            if len(self._restarts) == MAX_RESTARTS and now - self._restarts[0] < WINDOW_S:
                 raise PreflightError(
-                    f"the sandbox {service.name} died again (code {code}), after {MAX_RESTARTS} restarts: "
-                    f"see {self.state_dir}/{service.name}.log"
+                    f"the sandbox {service.name} died again (code {code}), after {MAX_RESTARTS} restarts within "
+                    f"{WINDOW_S / 60:.0f} minutes: see {self.state_dir}/{service.name}.log"
                 )
+            self._restarts.append(now)
             service.stop()
             if service is self.gateway:
                 self.start_gateway(service.port)
             else:
                 self.start_host()
+
+    def take_restarts(self) -> list[str]:
+        """Names of the services that were restarted since the last call."""
+        return [self._untold.popleft() for _ in range(len(self._untold))]
 
     def check(self) -> None:
         """SandboxError when the desktops are gone for good."""

@@ -26,7 +26,7 @@ def run(session: Session) -> None:
 
     evaluate_arm(session, "base", session.model)
     start = cold_start(session)
-    if session.config.num_steps and session.run.phase_result("rl") is None:
+    if session.is_rl_unfinished():
         with session.engines(start) as fleet:
             evaluate_arm(session, "sft", start, fleet)
             reinforce(session, start, fleet)
@@ -39,7 +39,7 @@ def run(session: Session) -> None:
 
 def reinforce(session: Session, start: Path, fleet: Any) -> None:
     """Asynchronous RL from the checkpoint `start`: while the trainer works, admitted groups go on."""
-    from slime_cua.launch.steps import Loop
+    from slime_cua.launch.loop import Loop
 
     with session.trainer(start, session.config.trainer.optimizer) as trainer:
         loop = Loop(session, trainer, fleet)
@@ -47,8 +47,9 @@ def reinforce(session: Session, start: Path, fleet: Any) -> None:
         while loop.is_unfinished():
             groups = loop.next_batch()
             loop.train(groups)
+            loop.commit(groups)
             loop.publish()
-            loop.release(groups)
+            loop.release()
             loop.save_if_due()
             loop.log()
         loop.finish()

@@ -40,6 +40,8 @@ class SftConfig(ConfigModel):
     """Train for this long instead of num_epochs; 0: num_epochs."""
     batch_size: int = Field(16, ge=1)
     """Segments an optimiser step."""
+    save_every: int = Field(50, ge=1)
+    """Steps between checkpoints of the cold start; an interrupted one goes on from the last."""
     min_rule_score: float = 0.8
     teacher: TeacherConfig = TeacherConfig()
     optimizer: OptimizerConfig = OptimizerConfig(lr=1e-5)
@@ -56,6 +58,15 @@ class EvalConfig(ConfigModel):
     """What is scored on held-out tasks: the model given, after the cold start, after RL."""
     is_image_blank: bool = False
     """Every screenshot of the run replaced by a grey one: what is still solved does not come from the screen."""
+
+
+class FaultConfig(ConfigModel):
+    """What a run mends by itself, and when it gives up. A part that is lost (trainer rank, rollout side, engine, gateway,
+    host) is started again; each time counts."""
+
+    max_failures: int = Field(5, ge=1)
+    """So many failures within window_minutes stop the run with a report."""
+    window_minutes: float = Field(60.0, gt=0)
 
 
 class LogConfig(ConfigModel):
@@ -82,6 +93,7 @@ class RunConfig(ConfigModel):
     sft: SftConfig = SftConfig()
     evaluation: EvalConfig = EvalConfig()
     pool: PoolConfig = PoolConfig()
+    faults: FaultConfig = FaultConfig()
     log: LogConfig = LogConfig()
 
     @model_validator(mode="after")

@@ -59,7 +59,10 @@ class TrainerConfig(ConfigModel):
     moe: MoeConfig = MoeConfig()
     recompute: Literal["none", "selective", "full"] = "none"
     use_distributed_optimizer: bool = True
-    timeout_s: float = 600.0
-    """Deadline of one trainer call."""
+    timeout_s: float = Field(600.0, gt=0)
+    """A trainer call in which no rank makes progress (a micro-batch, a tensor written) for so long is given up: a
+    collective hangs. Also the deadline of the collectives themselves."""
+    restart_timeout_s: float = Field(900.0, gt=0)
+    """Deadline for a trainer group to start and load the model, at first and after a rank was lost."""
     num_threads: int = 1
     """CPU threads a rank."""

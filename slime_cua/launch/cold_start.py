@@ -1,7 +1,11 @@
-"""The cold start: scripted demonstrations in live desktops, filtered by score, trained by the same trainer as RL."""
+"""The cold start: scripted demonstrations in live desktops, filtered by score, trained by the same trainer as RL.
+
+Interrupted while it trains, it goes on from its last checkpoint (sft.save_every), its batches in the same order.
+"""
 
 from __future__ import annotations
 
+import itertools
 import random
 import time
 from collections.abc import Iterator, Sequence
@@ -10,7 +14,10 @@ from pathlib import Path
 from slime_cua.core.errors import DataError
 from slime_cua.core.types import Episode, TrainSample
 from slime_cua.data.segments import build_segments
+from slime_cua.launch.run_state import SftState
 from slime_cua.launch.session import Session, evenly
+from slime_cua.launch.steady_trainer import Call, SteadyTrainer
+from slime_cua.trainer.folders import step_folder
 
 DEMONSTRATIONS = "demonstrations"
 
@@ -22,6 +29,7 @@ def cold_start(session: Session) -> Path:
         return session.model
     target = session.run.hf("sft")
     if session.run.phase_result("sft") is not None:
+        session.run.remove_sft_checkpoints()
         return target
     tasks = evenly(session.step_tasks())
     session.console.say(f"collecting {config.num_episodes} demonstrations")
@@ -30,8 +38,10 @@ def cold_start(session: Session) -> Path:
     )
     samples = demonstration_samples(episodes, config.min_rule_score)
     session.console.say(f"{len(samples)} segments of {len(episodes)} demonstrations pass the filter")
-    result = _train(session, samples, target)
+    with session.trainer(session.model, config.optimizer) as trainer:
+        result = _SftLoop(session, trainer, samples).run()
     session.run.finish_phase("sft", result)
+    session.run.remove_sft_checkpoints()
     return target
 
 
@@ -47,31 +57,75 @@ def demonstration_samples(episodes: Sequence[Episode], min_score: float) -> list
     return samples
 
 
-def _train(session: Session, samples: list[TrainSample], target: Path) -> dict[str, float]:
-    config = session.config.sft
-    with session.trainer(session.model, config.optimizer) as trainer:
-        started, step = time.monotonic(), 0
-        metrics: dict[str, float] = {}
-        for step, batch in enumerate(_batches(samples, config.batch_size, session.config.seed)):
-            spent_s = time.monotonic() - started
-            if config.minutes and spent_s > 60 * config.minutes:
-                break
-            if not config.minutes and step * config.batch_size >= config.num_epochs * len(samples):
-                break
-            metrics = trainer.call("train_step", batch, session.images, loss="sft")
-            session.logger.log(
-                {k: v for k, v in metrics.items() if k.startswith("sft/")}, step=step, axis="sft_step"
-            )
-            total = -(-config.num_epochs * len(samples) // config.batch_size)
-            session.console.progress(
-                f"cold start: step {step + 1} of {total}, loss {metrics['sft/loss']:.3f}"
-            )
-        trainer.call("export_hf", str(target))
-        seconds = time.monotonic() - started
-    session.console.say(
-        f"cold start: {step} steps in {seconds:.0f} s, loss {metrics.get('sft/loss', float('nan')):.3f}"
-    )
-    return {"seconds": seconds, "num_steps": float(step), "num_segments": float(len(samples))}
+class _SftLoop:
+    """The cold start's steps. A step's batch follows from its number, so what no checkpoint holds can be trained again."""
+
+    def __init__(self, session: Session, trainer: SteadyTrainer, samples: list[TrainSample]) -> None:
+        self._session, self._trainer, self._samples = session, trainer, samples
+        self._config, self._run = session.config.sft, session.run
+        self._folder = session.run.checkpoints / "sft"
+        self._state = SftState.load(session.run.path)
+        self.step = self._state.step
+        self._metrics: dict[str, float] = {}
+        self._since = time.monotonic()
+
+    def run(self) -> dict[str, float]:
+        """All steps that are left; what the phase leaves."""
+        config, console = self._config, self._session.console
+        self._trainer.rebuild = self._rebuild
+        if self.step:
+            console.say(f"cold start: continuing at step {self.step}")
+            self._rebuild(self._trainer.call)
+        total = -(-config.num_epochs * len(self._samples) // config.batch_size)
+        batches = self._batches_from(self.step)
+        while self._is_unfinished(total):
+            self._metrics = self._train(self._trainer.call, next(batches))
+            values = {key: value for key, value in self._metrics.items() if key.startswith("sft/")}
+            self._session.logger.log(values, step=self.step, axis="sft_step")
+            self.step += 1
+            console.progress(f"cold start: step {self.step} of {total}, loss {self._metrics['sft/loss']:.3f}")
+            if self.step % config.save_every == 0:
+                self._save()
+        self._trainer.call("export_hf", str(self._run.hf("sft")))
+        console.say(
+            f"cold start: {self.step} steps in {self._spent_s():.0f} s, loss {self._metrics.get('sft/loss', float('nan')):.3f}"
+        )
+        return {
+            "seconds": self._spent_s(),
+            "num_steps": float(self.step),
+            "num_segments": float(len(self._samples)),
+        }
+
+    def _is_unfinished(self, total: int) -> bool:
+        minutes = self._config.minutes
+        return self._spent_s() <= 60 * minutes if minutes else self.step < total
+
+    def _save(self) -> None:
+        """The checkpoint first, then the state that names it, then older ones go."""
+        self._trainer.call("save", str(self._folder), self.step)
+        self._state = SftState(self.step, self._spent_s())
+        self._since = time.monotonic()
+        self._state.save(self._run.path)
+        self._run.remove_checkpoints(but=[self.step], folder=self._folder)
+
+    def _rebuild(self, call: Call) -> None:
+        """A trainer that has only loaded its start comes to where this loop is."""
+        if self._state.step:
+            call("restore", str(step_folder(self._folder, self._state.step)))
+        for batch in itertools.islice(self._batches_from(self._state.step), self.step - self._state.step):
+            self._train(call, batch)
+
+    def _train(self, call: Call, batch: list[TrainSample]) -> dict[str, float]:
+        metrics: dict[str, float] = call("train_step", batch, self._session.images, loss="sft")
+        return metrics
+
+    def _batches_from(self, step: int) -> Iterator[list[TrainSample]]:
+        return itertools.islice(
+            _batches(self._samples, self._config.batch_size, self._session.config.seed), step, None
+        )
+
+    def _spent_s(self) -> float:
+        return self._state.spent_s + time.monotonic() - self._since
 
 
 def _batches(samples: list[TrainSample], size: int, seed: int) -> Iterator[list[TrainSample]]:

@@ -12,7 +12,9 @@ import logging
 import os
 import re
 import shutil
+import signal
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -28,6 +30,8 @@ SECRET = re.compile(r"(KEY|TOKEN|SECRET|PASSWORD)", re.IGNORECASE)
 OBJECT_STORE_BYTES = 256 << 20
 FOLDER_PREFIX = "slime_cua_ray_"
 FOLDER_PARENT = Path("/tmp")
+KILL_S = 2.0
+"""An actor that Ray was told to end has so long."""
 
 
 def forwarded_environment(environment: Mapping[str, str]) -> dict[str, str]:
@@ -141,6 +145,30 @@ def explain_loss(who: str, logs: str, error: BaseException) -> InfrastructureErr
         f"{who} died (killed, crashed, or out of memory): see {logs} and the kernel's log (dmesg); the same command "
         f"continues the run"
     )
+
+
+def end_actor(actor: Any, pid: int) -> None:
+    """End an actor's process. Ray asks it; one of this machine that is stopped or hangs is killed, too.
+
+    pid: of the process, from the actor itself; 0: not known.
+    """
+    import ray
+
+    ray.kill(actor)
+    end = time.monotonic() + KILL_S
+    while pid and time.monotonic() < end and is_actor(pid):
+        time.sleep(0.05)
+    if pid and is_actor(pid):
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def is_actor(pid: int) -> bool:
+    """Whether `pid` is a Ray worker of this machine, so that a number of another machine hits nobody."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().startswith(b"ray::")
+    except OSError:
+        return False
 
 
 def first_line(error: BaseException) -> str:

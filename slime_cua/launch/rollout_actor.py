@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -22,14 +23,17 @@ from rollout.sweep import Item, sweep
 from rollout.worker import RolloutWorker
 from slime_cua.algo.frontier import make_sampler
 from slime_cua.config.run import RunConfig
-from slime_cua.core.actions import Action
 from slime_cua.convert import read_config, routing_shape
+from slime_cua.core.actions import Action
+from slime_cua.core.errors import ConfigError
 from slime_cua.core.types import Episode, EpisodeGroup, Task
-from slime_cua.data.episodes import EpisodeStore
+from slime_cua.data.episodes import EpisodeStore, OpenGroups
 from slime_cua.data.images import ImageStore
 from slime_cua.launch.desktops import GatewayDesktops
 from slime_cua.sft.demonstrations import TeacherPolicy
 from slime_cua.sft.teacher import ScriptedTeacher
+
+log = logging.getLogger(__name__)
 
 
 class RolloutActor:
@@ -98,38 +102,51 @@ class RolloutActor:
 
         return await self._sweep(name, [Item(f"{name}-{n:05d}", task) for n, task in enumerate(tasks)], play)
 
-    async def start_training(self, tasks: list[Task], state: dict[str, Any] | None) -> None:
-        """Begin (or take up again) admission of groups over `tasks`."""
+    async def start_training(self, tasks: list[Task], state: dict[str, Any] | None) -> dict[str, Any]:
+        """Admit groups over `tasks`, at first or after an interruption; the state then. `release` starts them.
+
+        state: of the worker, as this method or `commit` gave it; None at the beginning. Raises ConfigError when the tasks
+        are not those of the state.
+        """
+        await self.stop_training()
         rollout = self.config.rollout
         sampler = make_sampler(
             [task.id for task in tasks],
             self.config.sampler,
             seed=self.config.seed,
             class_of={task.id: task.metadata["class"] for task in tasks if "class" in task.metadata},
-            family_of={task.id: task.family for task in tasks if task.family},
         )
         scheduler = Scheduler(rollout.groups_per_step, rollout.max_policy_lag, options=rollout.scheduler)
         if state is not None:
+            check_same_tasks(state["sampler"]["tasks"], [task.id for task in tasks])
             sampler.load_state_dict(state["sampler"])
             scheduler = Scheduler.from_state_dict(state["scheduler"], rollout.scheduler)
         policy = WatchedPolicy(EnginePolicy(self.engines, rollout.sampling), self._engine_busy)
-        store = EpisodeStore(self.run_dir / "episodes" / "rl.jsonl")
         self._family_of = {task.id: task.family for task in tasks}
-        self.worker = RolloutWorker(
+        episodes = self.run_dir / "episodes"
+        worker = RolloutWorker(
             rollout,
             {task.id: task for task in tasks},
             sampler,
             scheduler,
-            store,
+            EpisodeStore(episodes / "rl.jsonl"),
             lambda task, group_id, episode_id, on_request: self._play(
                 task, policy, group_id, episode_id, on_request
             ),
+            open_groups=OpenGroups(episodes / "rl_open"),
         )
-        late = roll_back(store, scheduler, 0 if state is None else state["store_bytes"])
-        if state is not None:
-            sampler.update({group.task_id: _rewards(group) for group in late})
-            self.worker.restore_finished(store)
-        self.worker.start()
+        state = state or {**worker.state_dict(), "store_bytes": 0}
+        num_bytes = worker.restore(state)
+        if num_bytes:
+            log.warning("cut %d bytes of groups that do not follow from the run state", num_bytes)
+        worker.hold()
+        self.worker = worker
+        return worker.state_dict()
+
+    async def release(self) -> None:
+        """The last state given is on disk, and its weights are out: admitted groups start."""
+        assert self.worker is not None, "start_training comes first"
+        self.worker.release()
 
     async def next_batch(self) -> tuple[list[EpisodeGroup], dict[str, float]]:
         """Groups of the next step and what they say of the policy."""
@@ -153,13 +170,14 @@ class RolloutActor:
             values["sampler/ema_mean"] = sum(estimates.values()) / len(estimates)
         return groups, values
 
-    async def trained(self, group_ids: list[str]) -> None:
+    async def commit(self, group_ids: list[str]) -> dict[str, Any]:
+        """The step over these groups is done: the state after it, with `trained` (RolloutWorker.commit)."""
         assert self.worker is not None
-        self.worker.trained(group_ids)
+        return self.worker.commit(group_ids)
 
-    async def state(self) -> dict[str, Any]:
-        assert self.worker is not None
-        return {**self.worker.state_dict(), "store_bytes": self.worker.store.num_bytes}
+    async def pid(self) -> int:
+        """Process id."""
+        return os.getpid()
 
     async def stop_training(self) -> None:
         """Cancel running groups; their desktops go back."""
@@ -205,18 +223,15 @@ class RolloutActor:
         return self.renderer.answer_ids(format_action(action, self.config.rollout.action_space.family))
 
 
-def roll_back(store: EpisodeStore, scheduler: Scheduler, num_bytes: int) -> list[EpisodeGroup]:
-    """Bring the store to the state of a checkpoint that saw its first `num_bytes`; the groups that stay from later.
-
-    Later groups that the checkpoint had admitted and that only its own or older weights sampled are as good as before. All
-    others belong to a future that will not be: their ids are given again.
-    """
-
-    def is_kept(group: EpisodeGroup) -> bool:
-        versions = [v for e in group.episodes for t in e.turns for v in t.response_versions]
-        return group.group_id in scheduler.groups and max(versions, default=0) <= scheduler.version
-
-    return store.rewind(num_bytes, is_kept)
+def check_same_tasks(known: Sequence[str], given: Sequence[str]) -> None:
+    """ConfigError, with the difference, when a run goes on with other tasks than it had."""
+    gone, new = sorted(set(known) - set(given)), sorted(set(given) - set(known))
+    if gone or new:
+        parts = [f"{len(ids)} {what}, e.g. {ids[0]}" for ids, what in ((gone, "gone"), (new, "new")) if ids]
+        raise ConfigError(
+            f"the files of tasks.train hold other tasks than when this run began ({'; '.join(parts)}): bring them back, "
+            "or start a new run_dir"
+        )
 
 
 def output_to(path: Path) -> None:
@@ -224,10 +239,6 @@ def output_to(path: Path) -> None:
     with path.open("ab", buffering=0) as log:
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
-
-
-def _rewards(group: EpisodeGroup) -> list[float | None]:
-    return [episode.reward if episode.is_valid else None for episode in group.episodes]
 
 
 def _number(key: str) -> int:

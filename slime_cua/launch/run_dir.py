@@ -2,11 +2,12 @@
 
 config.yaml        resolved config               metrics.jsonl   wandb/   report.html   report_data.json
 phases.json        phases that are done, with their results
+state.json         the run state of RL: the one commit point of a step (launch.run_state)
 images/            content-addressed screenshots
-episodes/NAME.jsonl  groups of a phase, one a line
-checkpoints/step_000010/{trainer/..., run_state.json}   complete when listed in checkpoints/latest
+episodes/NAME.jsonl  groups of a phase, one a line; rl_open/ has the finished episodes of RL groups that are not finished
+checkpoints/step_00000010/   weights, optimiser, RNG; they count when state.json names them. sft/ has those of the cold start
 hf/NAME/           Hugging Face checkpoints (sft, rl, ...)
-logs/              one file a process
+logs/              one file a process; faults.jsonl
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import fcntl
 import json
 import os
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +24,41 @@ from slime_cua.config.base import load, save_resolved
 from slime_cua.config.run import RunConfig
 from slime_cua.core.errors import ConfigError, PreflightError
 from slime_cua.core.files import write_atomic
+from slime_cua.launch.run_state import SFT_FILE
+from slime_cua.trainer.folders import is_whole, remove, remove_leftovers, step_folder, whole_steps
 
-MAY_CHANGE = ("num_steps", "minutes", "save_every", "log", "run_dir", "pool")
-"""Top-level keys that may differ between a run and its continuation."""
+MAY_CHANGE = (
+    "num_steps",
+    "minutes",
+    "save_every",
+    "run_dir",
+    "log",
+    "faults",
+    "pool",
+    "pool",
+    "sft.save_every",
+    "sandbox.gateway_url",
+    "sandbox.num_desktops",
+    "sandbox.num_spares",
+    "sandbox.max_boots",
+    "sandbox.acquire_timeout_s",
+    "rollout.engine.urls",
+    "rollout.engine.num_engines",
+    "rollout.engine.tp",
+    "rollout.engine.python",
+    "rollout.engine.extra_args",
+    "rollout.engine.max_batch",
+    "rollout.engine.num_threads",
+    "rollout.engine.start_timeout_s",
+    "rollout.engine.request_timeout_s",
+    "rollout.call_timeout_s",
+    "trainer.timeout_s",
+    "trainer.restart_timeout_s",
+    "trainer.num_threads",
+    "trainer.vision_cache_mb",
+)
+"""Keys, or whole sections, that may differ between a run and its continuation: how much machine it has, how long it lasts,
+how long it waits. Not what is learned from what."""
 MIN_FREE_BYTES = 256 << 20
 """Below that nothing starts; what a model's checkpoints take is looked at by launch.preflight."""
 
@@ -82,22 +116,34 @@ class RunDir:
             self.path / "phases.json", json.dumps({**self._phases(), name: result}, indent=1).encode()
         )
 
-    def latest_checkpoint(self) -> Path | None:
-        """The newest complete checkpoint; half-written ones are never listed."""
-        mark = self.checkpoints / "latest"
-        return self.checkpoints / mark.read_text().strip() if mark.exists() else None
-
     def checkpoint(self, step: int) -> Path:
-        return self.checkpoints / f"step_{step:06d}"
+        """Where the RL checkpoint of `step` is."""
+        return step_folder(self.checkpoints, step)
 
-    def publish_checkpoint(self, step: int, run_state: dict[str, Any], *, keep: int = 2) -> None:
-        """List the checkpoint as complete once its run state is in it; then delete older ones."""
-        folder = self.checkpoint(step)
-        write_atomic(folder / "run_state.json", json.dumps(run_state).encode())
-        write_atomic(self.checkpoints / "latest", folder.name.encode())
-        older = sorted(path for path in self.checkpoints.glob("step_*") if path.name < folder.name)
-        for path in older[: max(0, len(older) - keep + 1)]:
-            shutil.rmtree(path, ignore_errors=True)
+    def is_whole(self, step: int) -> bool:
+        """Whether the checkpoint of `step` is there with every file in its length."""
+        return is_whole(self.checkpoint(step))
+
+    def remove_checkpoints(self, *, but: Sequence[int], folder: Path | None = None) -> None:
+        """Remove RL checkpoints (or those in `folder`) that the run state does not name, and what interrupted saves left."""
+        folder = folder or self.checkpoints
+        remove_leftovers(folder)
+        for step in whole_steps(folder):
+            if step not in but:
+                remove(step_folder(folder, step))
+
+    def remove_sft_checkpoints(self) -> None:
+        """The cold start is exported: it needs its checkpoints no more."""
+        (self.path / SFT_FILE).unlink(missing_ok=True)
+        shutil.rmtree(self.checkpoints / "sft", ignore_errors=True)
+
+    def reopen_phase(self, name: str, label: str) -> None:
+        """The phase goes on, so what was scored after it is out of date: its mark goes, its episodes stay as `label`."""
+        phases = {key: value for key, value in self._phases().items() if key not in (name, f"eval_{name}")}
+        scored = self.episodes(f"eval_{name}")
+        if scored.exists():
+            scored.rename(self.episodes(f"eval_{name}_{label}"))
+        write_atomic(self.path / "phases.json", json.dumps(phases, indent=1).encode())
 
     def _phases(self) -> dict[str, Any]:
         path = self.path / "phases.json"
@@ -113,16 +159,32 @@ class RunDir:
     def _check_config(self) -> None:
         path = self.path / "config.yaml"
         if path.exists():
-            old = load(RunConfig, path).model_dump(mode="json")
-            new = self.config.model_dump(mode="json")
+            old = _leaves(load(RunConfig, path).model_dump(mode="json"))
+            new = _leaves(self.config.model_dump(mode="json"))
             changed = [
-                f"{key}: {old[key]!r} -> {new[key]!r}"
-                for key in new
-                if key not in MAY_CHANGE and old[key] != new[key]
+                f"{key}: {old.get(key)!r} -> {new.get(key)!r}"
+                for key in sorted(old.keys() | new.keys())
+                if old.get(key) != new.get(key) and not _may_change(key)
             ]
             if changed:
                 raise ConfigError(
                     f"{self.path} was started with another config; start a new run_dir or undo:\n  "
                     + "\n  ".join(changed)
+                    + f"\n(a run may go on with other values of: {', '.join(MAY_CHANGE)})"
                 )
         save_resolved(self.config, path)
+
+
+def _leaves(plain: Any, prefix: str = "") -> dict[str, Any]:
+    """{"a.b": value} of nested mappings; an empty mapping is a value."""
+    if not isinstance(plain, dict) or not plain:
+        return {prefix: plain}
+    return {
+        key: value
+        for name, inner in plain.items()
+        for key, value in _leaves(inner, f"{prefix}.{name}" if prefix else str(name)).items()
+    }
+
+
+def _may_change(key: str) -> bool:
+    return any(key == free or key.startswith(f"{free}.") for free in MAY_CHANGE)

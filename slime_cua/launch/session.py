@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 from sandbox_cluster.cluster import LocalCluster
 from sandbox_cluster.providers.preflight import check_machine
@@ -21,17 +21,25 @@ from slime_cua.data.images import ImageStore
 from slime_cua.launch.console import Console
 from slime_cua.launch.engines import make_fleet
 from slime_cua.launch.failures import explained
+from slime_cua.launch.faults import FaultLog
 from slime_cua.launch.guardian import Guardian
 from slime_cua.launch.preflight import check_disk, check_inputs, check_room
-from slime_cua.launch.ray_runtime import explain_loss, ray_runtime
+from slime_cua.launch.ray_runtime import end_actor, explain_loss, ray_runtime
 from slime_cua.launch.run_dir import RunDir
+from slime_cua.launch.run_state import RunState, SftState
+from slime_cua.launch.steady_trainer import SteadyTrainer
 from slime_cua.launch.trainer_group import RayTrainerGroup
 from slime_cua.observability.logger import MetricsLogger
 from slime_cua.observability.metrics import Axis
 
+T = TypeVar("T")
 POLL_S = 1.0
 STALL_MARGIN_S = 60.0
 """Beyond its deadlines an episode needs time to notice them and to give its desktop back."""
+
+
+class RolloutLost(InfrastructureError):
+    """The rollout actor died or does not answer: a new one can go on."""
 
 
 class Session:
@@ -43,6 +51,11 @@ class Session:
         self.console = Console()
         self._stack = ExitStack()
         self._cluster: LocalCluster | None = None
+        self._fleet: Any = None
+        self._num_engine_restarts = 0
+        self._engines: tuple[tuple[str, ...], int] = ((), 0)
+        self._after_restart: Callable[[], None] | None = None
+        self._is_restarting = False
 
     def __enter__(self) -> Session:
         try:
@@ -67,7 +80,8 @@ class Session:
         check_disk(self.run.path, self.model)
         self.images = ImageStore(self.run.images)
         self.use_gpu = _has_gpu()
-        gateway_url, token = self._desktops()
+        self.faults = FaultLog(config.faults, self.run.logs)
+        self._gateway = self._desktops()
         self._start_ray()
         self.logger = MetricsLogger(
             self.run.path,
@@ -77,7 +91,8 @@ class Session:
             resume_steps=self._resume_steps(),
         )
         self._stack.callback(self.logger.close)
-        self._start_rollout(gateway_url, token)
+        self._start_rollout()
+        self._stack.callback(self._close_rollout)
 
     def _desktops(self) -> tuple[str, str]:
         if self.config.sandbox.gateway_url:
@@ -110,17 +125,19 @@ class Session:
             )
         )
 
-    def _start_rollout(self, gateway_url: str, token: str) -> None:
+    def _start_rollout(self) -> None:
         import ray
 
         from slime_cua.launch.rollout_actor import RolloutActor
 
         actor: Any = ray.remote(RolloutActor)
         self._rollout = actor.options(num_cpus=0, max_concurrency=64).remote(
-            self.config.model_dump(mode="json"), str(self.model), gateway_url, token, str(self.run.path)
+            self.config.model_dump(mode="json"), str(self.model), *self._gateway, str(self.run.path)
         )
-        self._stack.callback(self._close_rollout)
-        self.rollout("open")
+        self._rollout_pid = 0
+        timeout_s = self.config.rollout.call_timeout_s
+        self._rollout_pid = self._ask(self._rollout.pid.remote(), timeout_s)
+        self._ask(self._rollout.open.remote(), timeout_s)
 
     def _close_rollout(self) -> None:
         import ray
@@ -131,27 +148,44 @@ class Session:
             self.console.say("the rollout side did not close in time; its leases end by themselves")
         ray.kill(self._rollout)
 
+    def on_rollout_restart(self, work: Callable[[], None] | None) -> None:
+        """What else a new rollout side needs to be where the lost one was; None: nothing."""
+        self._after_restart = work
+
+    def set_engines(self, urls: Sequence[str], min_version: int) -> None:
+        """Engines for the rollout side; answers from older weights are not taken."""
+        self._engines = (tuple(urls), min_version)
+        self.rollout("set_engines", *self._engines)
+
     def rollout(self, method: str, *args: Any) -> Any:
-        """Call the rollout actor and wait, at most rollout.call_timeout_s."""
-        return self._ask(getattr(self._rollout, method).remote(*args), self.config.rollout.call_timeout_s)
+        """Call the rollout actor and wait, at most rollout.call_timeout_s. A lost one is started again, and called again."""
+        return self._steadily(
+            method,
+            lambda: self._ask(
+                getattr(self._rollout, method).remote(*args), self.config.rollout.call_timeout_s
+            ),
+        )
 
     def play(self, method: str, *args: Any, what: str, meanwhile: Callable[[], None] = lambda: None) -> Any:
         """Call a method of the rollout actor that plays episodes; progress is shown, `meanwhile` is called.
 
         Raises InfrastructureError when no episode ended for as long as one may take: then something is stuck.
         """
+        return self._steadily(method, lambda: self._play(method, args, what, meanwhile))
+
+    def _play(self, method: str, args: Sequence[Any], what: str, meanwhile: Callable[[], None]) -> Any:
         import ray
 
         call = getattr(self._rollout, method).remote(*args)
+        timeout_s = self.config.rollout.call_timeout_s
         limit_s = (
             self.config.sandbox.acquire_timeout_s + self.config.rollout.episode_timeout_s + STALL_MARGIN_S
         )
         num_before, moved = -1, time.monotonic()
         while not ray.wait([call], timeout=POLL_S)[0]:
-            done, total, num_ended = self.rollout("progress")
+            done, total, num_ended = self._ask(self._rollout.progress.remote(), timeout_s)
             self.console.progress(f"{what}: {done} of {total}" if total else what)
-            if self._cluster is not None:
-                self._cluster.check()
+            self._check_parts()
             check_room(self.run.path)
             meanwhile()
             if num_ended != num_before:
@@ -161,7 +195,55 @@ class Session:
                     f"no episode ended within {limit_s:.0f} s (sandbox.acquire_timeout_s + rollout.episode_timeout_s): "
                     f"see {self.run.logs}/rollout.log and {self.run.path}/sandbox/*.log"
                 )
-        return self._ask(call, self.config.rollout.call_timeout_s)
+        return self._ask(call, timeout_s)
+
+    def _steadily(self, what: str, work: Callable[[], T]) -> T:
+        """`work`, again after each loss of the rollout side. Raises InfrastructureError when that happens too often.
+
+        A loss while a new one is being brought up is for whoever brings it up.
+        """
+        while True:
+            try:
+                return work()
+            except RolloutLost as error:
+                if self._is_restarting:
+                    raise
+                lost: RolloutLost | None = error
+            while lost is not None:
+                self.console.say(f"the rollout side was lost in {what}: {lost}")
+                self.faults.record("rollout", f"{what}: {lost}", self.run.logs / "rollout.log")
+                try:
+                    self._restart_rollout()
+                    lost = None
+                except RolloutLost as error:
+                    lost = error
+
+    def _restart_rollout(self) -> None:
+        end_actor(self._rollout, self._rollout_pid)
+        self._start_rollout()
+        self._bring_up_rollout()
+
+    def _bring_up_rollout(self) -> None:
+        """A new rollout side comes to where the lost one was."""
+        self._ask(self._rollout.set_engines.remote(*self._engines), self.config.rollout.call_timeout_s)
+        if self._after_restart is not None:
+            self._is_restarting = True
+            try:
+                self._after_restart()
+            finally:
+                self._is_restarting = False
+
+    def _check_parts(self) -> None:
+        """Count what others mended since the last look; SandboxError when the desktops are gone for good."""
+        if self._cluster is not None:
+            self._cluster.check()
+            for name in self._cluster.take_restarts():
+                self.faults.record(name, f"the sandbox {name} died", self.run.path / f"sandbox/{name}.log")
+        if self._fleet is not None:
+            num_restarts = self._fleet.restarts()
+            for _ in range(num_restarts - self._num_engine_restarts):
+                self.faults.record("engine", "an engine died or hung", self.run.logs / "engine_*.log")
+            self._num_engine_restarts = num_restarts
 
     def _ask(self, call: Any, timeout_s: float) -> Any:
         import ray
@@ -169,13 +251,15 @@ class Session:
         try:
             return ray.get(call, timeout=timeout_s)
         except ray.exceptions.GetTimeoutError as error:
-            raise InfrastructureError(
+            raise RolloutLost(
                 f"the rollout side did not answer within rollout.call_timeout_s = {timeout_s} s: see {self.run.logs}/rollout.log"
             ) from error
         except ray.exceptions.RayTaskError as error:
             raise (error.cause if isinstance(error.cause, SlimeCuaError) else error) from None
         except ray.exceptions.RayActorError as error:
-            raise explain_loss("the rollout side", f"{self.run.logs}/rollout.log", error) from error
+            raise RolloutLost(
+                str(explain_loss("the rollout side", f"{self.run.logs}/rollout.log", error))
+            ) from error
 
     @contextmanager
     def engines(self, model: Path) -> Iterator[Any]:
@@ -186,25 +270,53 @@ class Session:
             model,
             self.run.logs,
             use_gpu=self.use_gpu,
-            on_change=lambda urls, version: self._rollout.set_engines.remote(urls, version),
+            on_change=self._engines_changed,
         )
         with fleet:
-            self.rollout("set_engines", fleet.serving(), 0)
+            self._fleet, self._num_engine_restarts = fleet, 0
+            self.set_engines(fleet.serving(), 0)
             yield fleet
-            self.rollout("set_engines", (), 0)
+            self._fleet = None
+            self.set_engines((), 0)
+
+    def _engines_changed(self, urls: tuple[str, ...], version: int) -> None:
+        """From a thread of the fleet's: tell, and do not wait. Goes to the rollout side of the moment."""
+        self._engines = (urls, version)
+        self._rollout.set_engines.remote(urls, version)
 
     @contextmanager
-    def trainer(self, model: Path, optimizer: OptimizerConfig) -> Iterator[RayTrainerGroup]:
+    def trainer(self, model: Path, optimizer: OptimizerConfig) -> Iterator[SteadyTrainer]:
         """A trainer on `model` with a fresh optimiser."""
         parallel = self.config.trainer.parallel
         self.console.say(f"starting {parallel.world_size} trainer rank(s), TP={parallel.tp} DP={parallel.dp}")
         config = self.config.trainer.model_copy(update={"optimizer": optimizer})
-        group = RayTrainerGroup(config, use_gpu=self.use_gpu, log_dir=self.run.logs)
+
+        def start() -> RayTrainerGroup:
+            group = RayTrainerGroup(config, use_gpu=self.use_gpu, log_dir=self.run.logs)
+            try:
+                group.call("load", str(model))
+            except BaseException:
+                group.close()
+                raise
+            return group
+
+        trainer = SteadyTrainer(start, self.faults, self.console.say, self.run.logs)
         try:
-            group.call("load", str(model))
-            yield group
+            yield trainer
         finally:
-            group.close()
+            trainer.close()
+
+    def is_rl_unfinished(self) -> bool:
+        """RL has steps to do. A finished phase whose num_steps (or minutes) were raised since goes on."""
+        config, done = self.config, self.run.phase_result("rl")
+        if done is None:
+            return config.num_steps > 0
+        is_late = config.minutes > 0 and done["seconds"] > 60 * config.minutes
+        if done["num_steps"] >= config.num_steps or is_late:
+            return False
+        self.console.say(f"RL goes on from step {done['num_steps']:.0f} to {config.num_steps}")
+        self.run.reopen_phase("rl", f"step_{done['num_steps']:.0f}")
+        return True
 
     def step_tasks(self) -> list[Task]:
         if not self.train_tasks:
@@ -213,10 +325,12 @@ class Session:
 
     def _resume_steps(self) -> dict[Axis, int]:
         """The last step of each axis that is done for good; what was logged beyond is done again."""
-        checkpoint = self.run.latest_checkpoint()
-        done: dict[Axis, int] = {"step": int(checkpoint.name.removeprefix("step_")) if checkpoint else 0}
+        state = RunState.load(self.run.path)
+        done: dict[Axis, int] = {"step": state.version if state else 0}
         if self.run.phase_result("sft") is None:
-            done["sft_step"] = -1
+            done["sft_step"] = SftState.load(self.run.path).step - 1
+        if self.run.phase_result("eval_rl") is None:
+            done["eval"] = 1
         return done
 
 

@@ -84,6 +84,12 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
     return rows
 
 
+def last_step(run_dir: Path) -> int:
+    """The last step of the axis "step" in RUN/metrics.jsonl; 0 when there is none."""
+    rows = [row for row in read_rows(run_dir / "metrics.jsonl") if row["axis"] == "step"]
+    return max((int(row["step"]) for row in rows), default=0)
+
+
 def _start_wandb(run_dir: Path, project: str, mode: str, config: dict[str, Any]) -> Any:
     if mode == "disabled":
         return None

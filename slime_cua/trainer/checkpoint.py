@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import collections
 import json
-import os
-import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -20,34 +18,26 @@ import torch.distributed as dist
 
 from slime_cua.convert import TensorInfo, copy_companions
 from slime_cua.core.errors import CheckpointError
-from slime_cua.core.files import fsync_folder, write_atomic
+from slime_cua.core.files import write_atomic
+from slime_cua.trainer.folders import (
+    MANIFEST,
+    UNFINISHED,
+    find,
+    latest,
+    prune,
+    publish,
+    recover,
+    remove_leftovers,
+    step_folder,
+)
 from slime_cua.trainer.model import PolicyModel
 from slime_cua.trainer.optimizer import Optimizer
 from slime_cua.trainer.runtime import Layout
 from slime_cua.trainer.save_strategy import save_strategy
 
-MANIFEST = "manifest.json"
-_UNFINISHED = ".unfinished-"
-_STEP = re.compile(r"step_(\d{8})")
+__all__ = ["latest", "restore", "save", "step_folder", "target_dtype", "write_hf"]
 _DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F64": torch.float64}
 _NAMED = {"fp32": torch.float32, "bf16": torch.bfloat16}
-
-
-def latest(folder: Path | str) -> int | None:
-    """The newest whole checkpoint's step in `folder`, or None."""
-    return max(_whole_steps(Path(folder)), default=None)
-
-
-def _whole_steps(folder: Path) -> list[int]:
-    if not folder.is_dir():
-        return []
-    named = ((path, _STEP.fullmatch(path.name)) for path in folder.iterdir())
-    return [int(match[1]) for path, match in named if match and (path / MANIFEST).is_file()]
-
-
-def step_folder(folder: Path | str, step: int) -> Path:
-    """Where the checkpoint of `step` is."""
-    return Path(folder) / f"step_{step:08d}"
 
 
 def save(
@@ -60,39 +50,30 @@ def save(
     """
     from megatron.core import dist_checkpointing
 
-    target, draft = step_folder(folder, step), folder / f"{_UNFINISHED}step_{step:08d}"
+    target, draft = step_folder(folder, step), folder / f"{UNFINISHED}step_{step:08d}"
 
     def prepare() -> None:
         if layout.rank == 0:
-            _remove_leftovers(folder)
+            remove_leftovers(folder)
             draft.mkdir(parents=True)
 
     def write() -> None:
         dist_checkpointing.save(state, str(draft), save_strategy())
         torch.save(_rank_state(layout), draft / f"rank_{layout.rank:05d}.pt")
 
-    def publish() -> None:
+    def finish() -> None:
         if layout.rank == 0:
             facts = {"step": step, "optimizer_steps": optimizer.num_steps, "world_size": layout.world_size}
             files = {p.name: p.stat().st_size for p in sorted(draft.iterdir())}
             write_atomic(draft / MANIFEST, json.dumps({**facts, "files": files}, indent=1).encode())
-            _publish(draft, target)
+            publish(draft, target)
             prune(folder, keep)
 
     _together(prepare, f"checkpoint {target}")
     state = _state(model, optimizer, is_loading=False)
     _together(write, f"checkpoint {target}")
-    _together(publish, f"checkpoint {target}")
+    _together(finish, f"checkpoint {target}")
     return target
-
-
-def prune(folder: Path, keep: int | None) -> None:
-    """Remove whole checkpoints but the newest `keep` (at least one); None keeps all."""
-    if keep is None:
-        return
-    steps = sorted(_whole_steps(folder))
-    for step in steps[: -max(keep, 1)]:
-        shutil.rmtree(step_folder(folder, step))
 
 
 def restore(folder: Path, model: PolicyModel, optimizer: Optimizer, layout: Layout) -> int:
@@ -104,7 +85,7 @@ def restore(folder: Path, model: PolicyModel, optimizer: Optimizer, layout: Layo
     from megatron.core.dist_checkpointing.core import CheckpointingException
     from megatron.core.dist_checkpointing.validation import StrictHandling
 
-    path, manifest = _find(folder)
+    path, manifest = find(folder)
     state = _state(model, optimizer, is_loading=True)
     try:
         loaded = dist_checkpointing.load(state, str(path), strict=StrictHandling.RAISE_ALL)
@@ -119,22 +100,6 @@ def restore(folder: Path, model: PolicyModel, optimizer: Optimizer, layout: Layo
     if manifest["world_size"] == layout.world_size and mine.is_file():
         _set_rank_state(torch.load(mine, weights_only=False))
     return int(manifest["step"])
-
-
-def _find(folder: Path) -> tuple[Path, dict[str, Any]]:
-    step = latest(folder)
-    path = folder if step is None else step_folder(folder, step)
-    try:
-        manifest: dict[str, Any] = json.loads((path / MANIFEST).read_text())
-    except FileNotFoundError:
-        raise CheckpointError(f"{folder} holds no whole checkpoint (no {MANIFEST})") from None
-    for name, size in manifest["files"].items():
-        found = (path / name).stat().st_size if (path / name).is_file() else -1
-        if found != size:
-            raise CheckpointError(
-                f"{path / name} is missing or truncated: {found} bytes, the manifest says {size}"
-            )
-    return path, manifest
 
 
 def _state(model: PolicyModel, optimizer: Optimizer, is_loading: bool) -> dict[str, Any]:
@@ -162,28 +127,6 @@ def _set_rank_state(state: dict[str, Any]) -> None:
     tensor_parallel.get_cuda_rng_tracker().set_states(state["tracker"])
     if "cuda" in state:
         torch.cuda.set_rng_state(state["cuda"])
-
-
-def _remove_leftovers(folder: Path) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    for path in folder.glob(f"{_UNFINISHED}*"):
-        shutil.rmtree(path)
-
-
-def _publish(draft: Path, target: Path) -> None:
-    """Sync the files, then put the folder in its place by rename; an old one of that name goes last."""
-    for path in draft.rglob("*"):
-        if path.is_file():
-            with path.open("rb") as file:
-                os.fsync(file.fileno())
-    fsync_folder(draft)
-    old = target.with_name(f"{_UNFINISHED}old-{target.name}")
-    if target.exists():
-        target.rename(old)
-    draft.rename(target)
-    fsync_folder(target.parent)
-    if old.exists():
-        shutil.rmtree(old)
 
 
 def target_dtype(name: str, table: dict[str, TensorInfo], choice: str) -> torch.dtype:
@@ -222,7 +165,8 @@ def _write_folder(
 ) -> None:
     from safetensors.torch import save_file
 
-    draft = target.with_name(f"{_UNFINISHED}{target.name}")
+    draft = target.with_name(f"{UNFINISHED}{target.name}")
+    recover(target)
     if draft.exists():
         shutil.rmtree(draft)
     draft.mkdir(parents=True)
@@ -239,7 +183,7 @@ def _write_folder(
     index = source / "model.safetensors.index.json"
     if index.is_file():
         shutil.copyfile(index, draft / index.name)
-    _publish(draft, target)
+    publish(draft, target)
 
 
 def _together(work: Callable[[], None], what: str) -> None:

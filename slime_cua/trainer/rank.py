@@ -24,7 +24,7 @@ from slime_cua.core.ports import free_port
 from slime_cua.core.types import TrainSample
 from slime_cua.data.batch import PackedBatch, PackedStep
 from slime_cua.data.packing import pack
-from slime_cua.trainer import checkpoint, runtime
+from slime_cua.trainer import checkpoint, progress, runtime
 from slime_cua.trainer.batch import Microbatch, build_microbatch
 from slime_cua.trainer.extra_forwards import ExtraForwards, ExtraLogprobs, start_logprobs
 from slime_cua.trainer.images import ImageLoader, ImageSource, PatchConfig
@@ -135,9 +135,11 @@ class TrainerRank:
                 except DataError as error:
                     fault = error
                 runtime.raise_together(fault, self.layout)
+                progress.mark("gradients")
                 self.extra.keep_version(settings, policy_version, max_policy_lag)
                 self.optimizer.reduce_gradients()
                 step = self.optimizer.step()
+                progress.mark("stepped")
             totals.reduce(self.layout, self.model.routing.sums())
             metrics = named_metrics(totals.values, step, loss, batch)
             metrics["time/train_s"] = time.monotonic() - started
@@ -178,6 +180,7 @@ class TrainerRank:
             if pair is None:
                 return
             name, tensor = pair
+            progress.mark(f"tensor {name}")
             yield name, tensor.to(checkpoint.target_dtype(name, self._tensors, dtype)) if dtype else tensor
 
     def export_hf(self, target: Path | str, dtype: str = "source") -> None:
@@ -256,7 +259,9 @@ class TrainerRank:
         self, batch: PackedStep, source: ImageSource | None
     ) -> Iterator[tuple[PackedBatch, Microbatch]]:
         """This rank's micro-batches. Empty ones only where experts are spread over ranks: all must then take part."""
-        for packed in batch.micro_batches[self.layout.dp_rank]:
+        share = batch.micro_batches[self.layout.dp_rank]
+        for number, packed in enumerate(share, start=1):
+            progress.mark(f"micro-batch {number} of {len(share)}")
             if packed.num_segments or self.config.parallel.ep > 1:
                 yield (
                     packed,

@@ -1,4 +1,4 @@
-"""How runs end and go on: sentences for failures, nothing left of what was started, stores brought back to a checkpoint."""
+"""How runs end and go on: sentences for failures, nothing left of what was started, sweeps that go on."""
 
 import errno
 import signal
@@ -9,16 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from rollout.scheduler import Scheduler
 from rollout.sweep import MAX_INVALID_IN_A_ROW, Item, sweep
 from slime_cua.core.errors import ConfigError, InfrastructureError, PreflightError
-from slime_cua.core.types import Episode, EpisodeGroup, Task, Turn
+from slime_cua.core.types import Episode, Task, Turn
 from slime_cua.data.episodes import EpisodeStore
 from slime_cua.launch import preflight
 from slime_cua.launch.children import descendants, no_child_left
 from slime_cua.launch.failures import FAILURE_LOG, explained
 from slime_cua.launch.ray_runtime import remove_abandoned, temporary_folder
-from slime_cua.launch.rollout_actor import roll_back
 from slime_cua.launch.signals import interrupt_on_signals
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -147,28 +145,6 @@ def episode(key, version=0, error=None):
         stop_reason=reason,
         error=error,
     )
-
-
-def group(key, version=0):
-    return EpisodeGroup(
-        group_id=key, task_id="t", episodes=(episode(key, version),), admitted_version=version
-    )
-
-
-def test_a_store_goes_back_to_its_checkpoint_but_keeps_what_the_checkpoint_still_waits_for(tmp_path):
-    store = EpisodeStore(tmp_path / "rl.jsonl")
-    store.append(group("g0"))
-    size = store.num_bytes
-    scheduler = Scheduler(groups_per_step=2)
-    for key in ("g0", "g1", "g2"):
-        scheduler.admit(key, "t")
-    store.append(group("g1", version=0))  # admitted before, finished after: as good as ever
-    store.append(group("g2", version=1))  # sampled by weights that are lost
-    store.append(group("g3", version=0))  # admitted after: its id is given again
-    assert [late.group_id for late in roll_back(store, scheduler, size)] == ["g1"]
-    assert [kept.group_id for kept in store] == ["g0", "g1"]
-    assert roll_back(store, scheduler, store.num_bytes) == []
-    assert [late.group_id for late in roll_back(store, Scheduler(2), 0)] == [] and store.num_bytes == 0
 
 
 async def test_items_without_a_score_are_played_again_after_a_resume(tmp_path):

@@ -1,0 +1,235 @@
+"""Kills runs at seeded moments until they are done, and compares each with an uninterrupted one over the same episodes.
+
+    python -m tests.e2e.kill_run FOLDER [--moments 100] [--seed 0]
+
+One interpreter that has everything imported forks the runs. Prints one JSON line: how many moments of each kind.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import shutil
+import signal
+import time
+import traceback
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from rollout.scheduler import Scheduler
+from rollout.worker import _duration_s
+from slime_cua.algo.frontier import make_sampler
+from slime_cua.config.run import RunConfig
+from slime_cua.core.types import EpisodeGroup
+from slime_cua.data.episodes import EpisodeStore
+from slime_cua.data.images import ImageStore
+from slime_cua.data.samples import make_train_samples
+from slime_cua.launch.run_state import RunState
+from slime_cua.observability.logger import read_rows
+from slime_cua.train import reinforce
+from slime_cua.trainer.folders import step_folder
+from slime_cua.trainer.rank import TrainerRank
+from tests.e2e.kill_parts import TASKS, Fleet, OneProcessSession, config_of, die_at, facts
+from tests.numerics.tiny_models import make_qwen35
+
+MODES = ("operation", "signal", "parts")
+MAX_OPERATION = 70
+"""A step has about 30 durable operations."""
+
+
+def run_to_its_end(folder: Path, config: RunConfig, model: Path, mode: str, seed: int) -> None:
+    """What one start of the command does; `mode` says how it may die."""
+    losses = random.Random(seed) if mode == "parts" else None
+    if mode == "operation":
+        rng = random.Random(seed)
+        die_at(rng.randint(1, MAX_OPERATION), rng)
+    with OneProcessSession(config, model, losses, counter=folder / "losses") as session:
+        reinforce(session, model, Fleet(session.run.path))
+
+
+def forked(folder: Path, work: Callable[[], None]) -> int:
+    """`work` in a child; its process id."""
+    pid = os.fork()
+    if pid:
+        return pid
+    code = 1
+    try:
+        work()
+        code = 0
+    except BaseException:
+        (folder / "error").write_text(traceback.format_exc())
+    finally:
+        os._exit(code)
+
+
+def ended(pid: int, folder: Path) -> str:
+    """How a child ended: done or killed; anything else is an error of the run."""
+    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    if code in (9, -signal.SIGKILL):
+        return "killed"
+    if code:
+        raise SystemExit(f"{folder}: a run failed:\n{(folder / 'error').read_text()}")
+    return "done"
+
+
+def kill_until_done(folder: Path, config: RunConfig, model: Path, rng: random.Random) -> Counter[str]:
+    """Start the same command again and again; how often it was killed, by kind."""
+    moments: Counter[str] = Counter()
+    while True:
+        mode = rng.choices(MODES, (6, 2, 2))[0]
+        seed, wait_s = rng.randrange(1 << 30), rng.uniform(0.2, 2.5)
+        pid = forked(folder, lambda mode=mode, seed=seed: run_to_its_end(folder, config, model, mode, seed))
+        if mode == "signal":
+            time.sleep(wait_s)
+            os.kill(pid, signal.SIGKILL)
+        if ended(pid, folder) == "killed":
+            moments[mode] += 1
+        else:
+            moments["parts"] += (folder / "losses").stat().st_size if (folder / "losses").exists() else 0
+            return moments
+
+
+def check(folder: Path, config: RunConfig, model: Path) -> None:
+    """The run in `folder` against an uninterrupted one."""
+    state = RunState.load(folder / "run")
+    assert state is not None and state.rollout is not None and state.version == config.num_steps
+    groups = EpisodeStore(folder / "run/episodes/rl.jsonl").read()
+    check_books(state, groups, config, ImageStore(folder / "run/images"))
+    check_sampler(state, groups, config)
+    steps = [row["step"] for row in read_rows(folder / "run/metrics.jsonl")]
+    assert steps == list(range(1, config.num_steps + 1)), f"rows of steps {steps}"
+    check_weights(folder, state, {group.group_id: group for group in groups}, config, model)
+
+
+def check_books(state: RunState, groups: list[EpisodeGroup], config: RunConfig, images: ImageStore) -> None:
+    """Each group stored once and trained once; nothing lost; no token older than allowed; every screenshot there."""
+    stored = [group.group_id for group in groups]
+    assert len(set(stored)) == len(stored), "a group is stored twice"
+    trained = [name for batch in state.batches for name in batch.groups]
+    assert len(set(trained)) == len(trained) == config.num_steps * config.rollout.groups_per_step
+    assert set(trained) <= set(stored)
+    assert state.rollout is not None
+    waiting = set(state.rollout["finished"])
+    num_dropped = state.rollout["scheduler"]["num_dropped"]
+    assert not waiting & set(trained)
+    assert state.rollout["num_stored"] == len(trained) + len(waiting) + num_dropped
+    by_id = {group.group_id: group for group in groups}
+    for version, batch in enumerate(state.batches):
+        for name in batch.groups:
+            turns = [turn for episode in by_id[name].episodes for turn in episode.turns]
+            versions = [v for turn in turns for v in turn.response_versions]
+            assert version - config.rollout.max_policy_lag <= min(versions) <= max(versions) <= version
+            for ref in (ref for turn in turns for ref in turn.context_images):
+                images.get(ref)
+
+
+def check_sampler(state: RunState, groups: list[EpisodeGroup], config: RunConfig) -> None:
+    """Sampler and scheduler of an uninterrupted run that was given the same groups in the same order."""
+    assert state.rollout is not None
+    sampler = make_sampler([task.id for task in TASKS], config.sampler, seed=config.seed)
+    scheduler = Scheduler(
+        config.rollout.groups_per_step, config.rollout.max_policy_lag, options=config.rollout.scheduler
+    )
+
+    def admit() -> None:
+        while (wanted := scheduler.num_to_draw()) > 0:
+            scheduler.enqueue(sampler.sample(min(wanted, len(TASKS))))
+        for task_id in scheduler.dequeue():
+            scheduler.admit(f"g{scheduler.num_admitted:06d}", task_id)
+
+    def settle(group: EpisodeGroup) -> None:
+        scores = [episode.reward if episode.is_valid else None for episode in group.episodes]
+        valid = [score for score in scores if score is not None]
+        sampler.update({group.task_id: scores})
+        if len(valid) < 2:
+            scheduler.drop(group.group_id)
+            return admit()
+        versions = [v for e in group.episodes for t in e.turns for v in t.response_versions]
+        scheduler.groups[group.group_id].oldest_version = min(versions)
+        scheduler.record_duration(group.task_id, _duration_s(group))
+        if not scheduler.finish(group.group_id, is_flat=len(set(valid)) < 2):
+            admit()
+
+    admit()
+    place = 0
+    for batch in state.batches:
+        for group in groups[place : batch.num_stored]:
+            settle(group)
+        place = batch.num_stored
+        scheduler.trained(list(batch.groups))
+        admit()
+    for group in groups[place : state.rollout["num_stored"]]:
+        settle(group)
+    assert json.loads(json.dumps(sampler.state_dict())) == state.rollout["sampler"]
+    assert books(scheduler.state_dict()) == books(state.rollout["scheduler"])
+
+
+def books(state: dict[str, Any]) -> dict[str, Any]:
+    """A scheduler's state without what running groups have sampled, which no store knows."""
+    groups = [
+        group if group["is_finished"] else {**group, "oldest_version": None} for group in state["groups"]
+    ]
+    return json.loads(json.dumps({**state, "groups": groups}))
+
+
+def check_weights(
+    folder: Path, state: RunState, groups: dict[str, EpisodeGroup], config: RunConfig, model: Path
+) -> None:
+    """Weights and optimiser bit for bit."""
+    rank = TrainerRank(config.trainer)
+    rank.load(model)
+    rank.restore(step_folder(folder / "run/checkpoints", state.version))
+    found = facts(rank)
+    rank.close()
+    rank = TrainerRank(config.trainer)
+    rank.load(model)
+    before = facts(rank)
+    for version, batch in enumerate(state.batches):
+        rank.train_step(
+            make_train_samples([groups[name] for name in batch.groups], config.advantage, seed=version),
+            ImageStore(folder / "run/images"),
+            loss=config.loss.name,
+            section=config.loss,
+            policy_version=version,
+            max_policy_lag=1,
+            temperature=config.rollout.sampling.temperature,
+        )
+    rank.save(folder / "reference", state.version)
+    wanted = facts(rank)
+    rank.close()
+    assert before["steps"] == 0 and wanted["steps"] > 0
+    differing = [name for name in wanted if wanted[name] != found.get(name)]
+    assert not differing and wanted.keys() == found.keys(), f"differ: {differing[:5]} of {len(wanted)}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--moments", type=int, default=100)
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    model = make_qwen35(options.folder / "model", layer_types=("full_attention",))
+    warm = TrainerRank(config_of(options.folder, is_filtered=False).trainer)
+    warm.load(model)
+    warm.close()
+    rng = random.Random(options.seed)
+    moments: Counter[str] = Counter()
+    num_runs, began = 0, time.monotonic()
+    while sum(moments.values()) < options.moments:
+        folder = options.folder / f"run_{num_runs}"
+        folder.mkdir()
+        config = config_of(folder, is_filtered=num_runs % 2 == 1)
+        moments += kill_until_done(folder, config, model, rng)
+        ended(forked(folder, lambda folder=folder, config=config: check(folder, config, model)), folder)
+        shutil.rmtree(folder)
+        num_runs += 1
+    seconds = round(time.monotonic() - began, 1)
+    print(json.dumps({"moments": dict(moments), "num_runs": num_runs, "seconds": seconds}))
+
+
+if __name__ == "__main__":
+    main()
