@@ -26,12 +26,17 @@ from rollout.embedded.random_model import write_random_model
 TURN_TEXT_TOKENS = 24
 
 
-def screenshot(seed: int, width: int, height: int) -> str:
-    """Base64 of a PNG with large plain areas, as desktops have."""
+def screenshot_png(seed: int, width: int, height: int) -> bytes:
+    """A PNG with large plain areas, as desktops have."""
     small = np.random.default_rng(seed).integers(0, 255, (12, 20, 3), dtype=np.uint8)
     file = io.BytesIO()
     Image.fromarray(small).resize((width, height), Image.Resampling.NEAREST).save(file, "png")
-    return base64.b64encode(file.getvalue()).decode()
+    return file.getvalue()
+
+
+def screenshot(seed: int, width: int, height: int) -> str:
+    """Base64 of `screenshot_png`."""
+    return base64.b64encode(screenshot_png(seed, width, height)).decode()
 
 
 def cpu_ms(work: Callable[[], object], repeats: int) -> float:

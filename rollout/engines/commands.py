@@ -8,8 +8,11 @@ from pathlib import Path
 
 from slime_cua.config.rollout import EngineConfig
 
-SGLANG_ENVIRONMENT = {"SGLANG_MM_AVOID_RETOKENIZE": "1"}
-"""Without it SGLang decodes a vision request's ids and tokenises the text again."""
+SGLANG_ENVIRONMENT = {"SGLANG_MM_AVOID_RETOKENIZE": "1", "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0"}
+"""Without the first SGLang decodes a vision request's ids and tokenises the text again; without the second /health takes a
+second, generates a token, and fails while the engine is paused or compiles a kernel."""
+SGLANG_SITE = Path(__file__).parent / "sglang_site"
+"""On the server's path: names `slime_cua_sglang` beside it as a plugin of SGLang."""
 SGLANG_FLAGS = (
     "--attention-backend=triton",
     "--mm-attention-backend=triton_attn",

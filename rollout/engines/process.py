@@ -14,7 +14,7 @@ from typing import IO
 
 import httpx
 
-from rollout.engines.commands import SGLANG_ENVIRONMENT, embedded_command, sglang_command
+from rollout.engines.commands import SGLANG_ENVIRONMENT, SGLANG_SITE, embedded_command, sglang_command
 from slime_cua.config.rollout import EngineConfig
 from slime_cua.core.errors import EngineError
 from slime_cua.core.ports import free_port
@@ -110,18 +110,31 @@ class EngineProcess:
         port = self._port = self._port or free_port()
         command = sglang_command(self._config, self._model, "127.0.0.1", port, self._version)
         guarded = [sys.executable, "-m", "rollout.engines.lifeline", "--", *command]
-        self._spawn(guarded, log, SGLANG_ENVIRONMENT)
+        self._spawn(guarded, log, SGLANG_ENVIRONMENT, (str(SGLANG_SITE),))
         url = f"http://127.0.0.1:{port}"
         while True:
             self._check_still_starting(deadline_s)
             with contextlib.suppress(httpx.HTTPError):
                 if httpx.get(f"{url}/health", timeout=5).status_code == 200:
-                    return url
+                    break
             time.sleep(0.5)
+        reply = httpx.post(f"{url}/weights_checker", json={"action": "checksum"}, timeout=60)
+        if "received:" not in reply.text:
+            raise EngineError(
+                f"SGLang at {url} runs without the plugin in {SGLANG_SITE} ({reply.status_code}): it would compute other "
+                "positions than the trainer. Look for `slime_cua` in its log; SGLANG_PLUGINS must not exclude it"
+            )
+        return url
 
-    def _spawn(self, command: list[str], log: IO[bytes], environment: dict[str, str]) -> None:
+    def _spawn(
+        self,
+        command: list[str],
+        log: IO[bytes],
+        environment: dict[str, str],
+        extra_paths: tuple[str, ...] = (),
+    ) -> None:
         root = str(Path(__file__).resolve().parents[2])
-        paths = [root, *filter(None, [os.environ.get("PYTHONPATH")])]
+        paths = [root, *extra_paths, *filter(None, [os.environ.get("PYTHONPATH")])]
         self._process = subprocess.Popen(
             command,
             stdin=subprocess.PIPE,

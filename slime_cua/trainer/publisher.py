@@ -25,7 +25,10 @@ from slime_cua.convert.weight_stream import (
 )
 from slime_cua.core.ports import free_port
 from slime_cua.trainer.publish_round import PublishRound, Sent, write_version
+from slime_cua.trainer.shared_tensors import in_one_buffer, shared_payload
 
+RECEIVED = "received:"
+"""Under this prefix the plugin in `rollout/engines/sglang_site` gives out what an SGLang engine received."""
 PROBE_IDS = tuple(range(24, 64))
 """A prompt of our own: after an update its first request must find nothing in the prefix cache."""
 
@@ -129,16 +132,16 @@ class _Publisher:
         return None
 
     def _check(self, turn: PublishRound, sent: Sent) -> None:
-        """Every engine holds exactly what was sent: by name where it digests whole tensors as we do; engines that digest
-        their own sharded layout (SGLang) must agree with each other."""
+        """Every engine holds exactly what was sent: by name, the tensors as each of its ranks received them. SGLang's own
+        checksums are of its sharded layout: there engines must agree with each other."""
         layouts: dict[str, list[str]] = {}
         for url, answer in turn.post_all("check", "/weights_checker", {"action": "checksum"}).items():
             payload = answer.get("payload") or {k: v for k, v in answer.items() if k != "message"}
-            if "algorithm" in payload:
-                fault = _first_difference(sent.digests, payload["checksums"])
-                if fault:
-                    turn.drop(url, f"check: {fault}")
-            else:
+            held = [payload["checksums"]] if "algorithm" in payload else _take_received(payload)
+            fault = next(filter(None, (_first_difference(sent.digests, digests) for digests in held)), "")
+            if fault:
+                turn.drop(url, f"check: {fault}")
+            elif "algorithm" not in payload:
                 layouts.setdefault(json.dumps(payload, sort_keys=True), []).append(url)
         if len(layouts) > 1:
             majority = max(layouts.values(), key=len)
@@ -318,10 +321,60 @@ class BroadcastPublisher(_Publisher):
             turn.drop(url, reason)
 
 
+class IpcPublisher(_Publisher):
+    """For engines on the trainer's own GPUs: each bucket lies in one buffer of the trainer's, engines map it and copy.
+
+    SGLang only (/update_weights_from_tensor). The trainer's process must see the same GPU as the engine, and its allocator
+    must not use expandable segments. With tensor parallelism every rank of the engine maps the same buffer and takes its share.
+    """
+
+    def __init__(
+        self,
+        *,
+        device: str = "cuda",
+        dtype: torch.dtype | None = None,
+        bucket_bytes: int = 1 << 30,
+        engine_tp: int = 1,
+        timeout_s: float = 120.0,
+    ) -> None:
+        super().__init__(dtype=dtype, timeout_s=timeout_s)
+        self._device = torch.device(device)
+        self._bucket_bytes = bucket_bytes
+        self._engine_tp = engine_tp
+
+    def _transfer(self, stream: Iterator[NamedTensor], turn: PublishRound) -> None:
+        for bucket in buckets(stream, self._bucket_bytes):
+            shared = in_one_buffer(bucket, self._device)
+            body = {
+                "serialized_named_tensors": [shared_payload(shared)] * self._engine_tp,
+                "flush_cache": False,
+            }
+            turn.gather(
+                "transfer", turn.start_all("/update_weights_from_tensor", dict.fromkeys(turn.urls, body))
+            )
+
+
 def _first_difference(sent: Mapping[str, str], held: Mapping[str, str]) -> str:
+    """An empty digest stands for a tensor that the engine read at its start: it must be sent, whatever it held."""
     for name, digest in held.items():
         if name not in sent:
             return f"the engine's tensor {name} was not sent ({len(sent)} sent, {len(held)} held)"
         if sent[name] != digest:
-            return f"tensor {name} differs from what was sent"
-    return ""
+            return f"tensor {name} differs from what was sent" if digest else f"tensor {name} did not arrive"
+    missing = sent.keys() - held.keys() if held else ()
+    return f"tensor {min(missing)} did not arrive" if missing else ""
+
+
+def _take_received(payload: dict[str, Any]) -> list[dict[str, str]]:
+    """Digests of what each rank of an SGLang engine received, as its plugin notes them, taken out of `payload`.
+
+    Multi-token-prediction weights, which checkpoints hold and trainers do not train, are passed over.
+    """
+    found = []
+    for rank in payload.get("ranks", ()):
+        received = {name for name in rank["checksums"] if name.startswith(RECEIVED)}
+        digests = {name.removeprefix(RECEIVED): rank["checksums"].pop(name) for name in received}
+        found.append(
+            {name: digest for name, digest in digests.items() if digest or not name.startswith("mtp.")}
+        )
+    return found
