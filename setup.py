@@ -57,7 +57,7 @@ setup(
     packages=find_packages(
         include=["slime_cua*", "rollout*", "sandbox_cluster*", "megatron_patches*"],
     ),
-    package_data={"": ["*.jinja", "*.json", "*.xml", "*.yaml", "*.npz", "py.typed"]},
+    package_data={"": ["*.jinja", "*.json", "*.xml", "*.yaml", "*.npz", "py.typed", "*.lock"]},
     install_requires=CORE,
     extras_require={"sandbox": SANDBOX, "docker": DOCKER, "train": TRAIN, "rollout": ROLLOUT, "dev": DEV},
     entry_points={"console_scripts": ["slime-cua = slime_cua.cli:main"]},

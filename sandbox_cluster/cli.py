@@ -7,6 +7,7 @@ import sys
 _USAGE = """usage: slime-cua sandbox ROLE ...
 
   gateway  the cluster's one port: leases, queue, OSWorld pass-through (also: python -m sandbox_cluster.gateway)
+  install-evaluators   OSWorld's metrics into an environment of their own, for the judges of this desktop host
   host     the agent of one desktop machine (also: python -m sandbox_cluster.host)
 
 docs/sandbox.md says how they go together."""
@@ -23,6 +24,8 @@ def main(argv: list[str] | None = None) -> int:
         from sandbox_cluster.gateway.__main__ import main as run
     elif role == "host":
         from sandbox_cluster.host.__main__ import main as run
+    elif role == "install-evaluators":
+        from sandbox_cluster.judge.evaluators import main as run
     else:
         print(f"slime-cua sandbox: no role {role!r}\n{_USAGE}", file=sys.stderr)
         return 2

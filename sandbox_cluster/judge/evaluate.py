@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
 from typing import Any
 
 from sandbox_cluster.api import EvaluateReply, EvaluateRequest
-from sandbox_cluster.judge.getters import Inputs, fetch
+from sandbox_cluster.judge.getters import Inputs, Scene, fetch
 from sandbox_cluster.judge.jail import Jail, Verdict
 from sandbox_cluster.judge.spec import Check, Evaluator, parse
 from sandbox_cluster.providers.desktop import Desktop
@@ -34,7 +33,19 @@ async def evaluate(
             )
         verdicts = []
         for check in evaluator.checks:
-            verdict = await _one(desktop, check, jail, setup.cache(desktop), end - time.monotonic())
+            if time.monotonic() >= end:
+                raise TimeoutError("no time was left for this judge")
+            scene = Scene(
+                desktop,
+                Inputs(),
+                setup.cache(desktop),
+                jail,
+                setup.fetch,
+                setup.server(desktop),
+                now_s=setup.started_s(desktop) if evaluator.now_s is None else evaluator.now_s,
+                end_mono=end,
+            )
+            verdict = await _one(scene, check)
             verdicts.append(verdict)
             if verdict.score is None or _is_decided(evaluator, verdict.score):
                 break
@@ -45,19 +56,15 @@ async def evaluate(
         return EvaluateReply(score=None, invalid_reason=f"{type(error).__name__}: {error}")
 
 
-async def _one(
-    desktop: Desktop, check: Check, jail: Jail, cache: Mapping[str, bytes], left_s: float
-) -> Verdict:
-    if left_s <= 0:
-        raise TimeoutError("no time was left for this judge")
-    end = time.monotonic() + left_s
-    inputs = Inputs()
-    await fetch(desktop, check.result, inputs, cache, left_s)
+async def _one(scene: Scene, check: Check) -> Verdict:
+    await fetch(scene, check.result)
     if check.has_expected:
-        await fetch(desktop, check.expected, inputs, cache, end - time.monotonic())
-    job: dict[str, Any] = {"kind": check.kind, "func": check.func, "arguments": inputs.arguments}
+        await fetch(scene, check.expected)
+    job: dict[str, Any] = {"kind": check.kind, "func": check.func, "arguments": scene.inputs.arguments}
     job |= {"code": check.code} if check.kind == "code" else {"options": check.options}
-    return await jail.run(job, inputs.files, max(0.1, end - time.monotonic()))
+    if check.kind == "upstream":
+        job["module"] = check.module
+    return await scene.jail.run(job, scene.inputs.files, scene.left_s())
 
 
 def _is_decided(evaluator: Evaluator, score: float) -> bool:

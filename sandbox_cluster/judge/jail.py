@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from sandbox_cluster.judge.evaluators import INSTALL, Evaluators, find_evaluators
 from slime_cua.core.errors import JudgeError, PreflightError
 
 HERE = Path(__file__).parent
@@ -56,6 +57,8 @@ class JailConfig:
     memory_bytes: int = 1 << 30
     file_bytes: int = 64 << 20
     num_processes: int = 8
+    evaluators: Evaluators | None = None
+    """Where desktop-env's metrics are; None: a judge that needs one is refused with the command that brings them."""
 
 
 @dataclass(frozen=True)
@@ -64,6 +67,8 @@ class Verdict:
 
     score: float | None
     reason: str | None = None
+    value: Any = None
+    """What a parser made of its file."""
     raised: str | None = None
     """The exception before which `score` was accumulated."""
     output: str = ""
@@ -73,7 +78,7 @@ class Jail:
     """Runs judges, `max_parallel` at a time. One for a host."""
 
     def __init__(self, config: JailConfig | None = None) -> None:
-        self.config = config or JailConfig(site=default_site())
+        self.config = config or JailConfig(site=default_site(), evaluators=find_evaluators())
         self._free = asyncio.Queue[int]()
         for number in range(self.config.max_parallel):
             self._free.put_nowait(number)
@@ -97,7 +102,9 @@ class Jail:
 
     async def run(self, job: Mapping[str, Any], files: Mapping[str, bytes], timeout_s: float) -> Verdict:
         """The verdict on `job` (see runner.py) with `files` by name under /job/in/. Never raises for what a judge does;
-        JudgeError when the jail itself cannot be started."""
+        JudgeError when the jail itself cannot be started, or has no evaluators for a metric of theirs."""
+        if job["kind"] == "upstream" and self.config.evaluators is None:
+            raise JudgeError(f"metric {job['func']!r} is desktop-env's: run `{INSTALL}` on the desktop host")
         try:
             async with asyncio.timeout(timeout_s):
                 number = await self._free.get()
@@ -112,18 +119,18 @@ class Jail:
         self, number: int, job: Mapping[str, Any], files: Mapping[str, bytes], timeout_s: float
     ) -> Verdict:
         config = self.config
+        upstream = config.evaluators if job["kind"] == "upstream" else None
         limits = {
-            "RLIMIT_AS": config.memory_bytes,
+            "RLIMIT_AS": upstream.memory_bytes if upstream else config.memory_bytes,
             "RLIMIT_CPU": math.ceil(timeout_s) + 1,
             "RLIMIT_FSIZE": config.file_bytes,
             "RLIMIT_NPROC": config.num_processes,
             "RLIMIT_NOFILE": 64,
             "RLIMIT_CORE": 0,
         }
-        body = {"arguments": [], **job, "limits": limits, "site": bool(config.site)}
+        body = {"arguments": [], **job, "limits": limits, "site": bool(config.site and not upstream)}
         inside = {
-            "runner.py": (HERE / "runner.py").read_bytes(),
-            "metrics.py": (HERE / "metrics.py").read_bytes(),
+            **{name: (HERE / name).read_bytes() for name in ("runner.py", "metrics.py", "parsers.py")},
             "job.json": json.dumps(body).encode(),
             **{f"in/{name}": data for name, data in files.items()},
         }
@@ -133,24 +140,34 @@ class Jail:
             for handle in (answer_read, chatter_read):
                 stack.callback(os.close, handle)
             try:
-                process = await self._start(number, handles, answer_write, chatter_write)
+                process = await self._start(number, upstream, handles, answer_write, chatter_write)
             finally:
                 os.close(answer_write)
                 os.close(chatter_write)
             return await _Watch(process, answer_read, chatter_read).verdict(timeout_s)
 
     async def _start(
-        self, number: int, handles: Mapping[str, int], answer: int, chatter: int
+        self,
+        number: int,
+        upstream: Evaluators | None,
+        handles: Mapping[str, int],
+        answer: int,
+        chatter: int,
     ) -> asyncio.subprocess.Process:
         config = self.config
         drop: dict[str, Any] = {}
         if os.geteuid() == 0:
             uid = config.first_uid + number
             drop = {"user": uid, "group": uid, "extra_groups": []}
-        arguments = [*_BWRAP, *(["--ro-bind", config.site, "/site"] if config.site else [])]
+        shown = ["--ro-bind", config.site, "/site"] if config.site else []
+        program = [config.python, "-I", "-S"]
+        if upstream:
+            shown = ["--ro-bind", upstream.folder, upstream.folder]
+            program = [f"{upstream.folder}/bin/python", "-I"]
+        arguments = [*_BWRAP, *shown]
         for name, handle in handles.items():
             arguments += ["--perms", "0444", "--ro-bind-data", str(handle), f"/job/{name}"]
-        program = [config.python, "-I", "-S", "/job/runner.py", str(answer)]
+        program += ["/job/runner.py", str(answer)]
         try:
             return await asyncio.create_subprocess_exec(
                 "bwrap",
@@ -237,6 +254,8 @@ def _read_answer(data: bytes, returncode: int | None, output: str) -> Verdict:
         return Verdict(None, f"the judge ended without an answer (exit {returncode})", output=output)
     if "fault" in reply:
         return Verdict(None, str(reply["fault"]), output=output)
+    if "value" in reply:
+        return Verdict(None, value=reply["value"], output=output)
     score = float(reply["score"])
     if not math.isfinite(score) or not 0.0 <= score <= 1.0:
         return Verdict(None, f"the judge returned {score}, not a number in [0, 1]", output=output)

@@ -10,6 +10,7 @@ import json
 import os
 import resource
 import sys
+import types
 from pathlib import Path
 
 FAULTS_OF_THE_JUDGE = (ImportError, MemoryError, SyntaxError, NameError, RecursionError)
@@ -23,6 +24,7 @@ STARTS = (
     "subprocess.Popen",
     "pty.spawn",
 )
+UPSTREAM = "desktop_env.evaluators.metrics"
 _started: list = []
 
 
@@ -60,11 +62,13 @@ def _run(job: dict) -> dict:
     except BaseException as error:
         return {"fault": f"the judge cannot be loaded: {_said(error)}"}
     try:
-        return _answer(function(*arguments, **options))
+        value = function(*arguments, **options)
+        return {"value": value} if job["kind"] == "parse" else _answer(value)
     except MemoryError:
         return {"fault": "the judge ran out of memory"}
     except Exception as error:
-        return _accumulated(error, function)
+        fault = {"fault": f"the judge raised {_said(error)}"}
+        return _accumulated(error, function, fault) if job["kind"] == "code" else fault
     except BaseException as error:
         return {"fault": f"the judge raised {_said(error)}"}
 
@@ -75,24 +79,50 @@ def _load(job: dict) -> tuple:
         import metrics
 
         return getattr(metrics, job["func"]), arguments, job.get("options") or {}
+    if job["kind"] == "upstream":
+        return _upstream(job["module"], job["func"]), arguments, job.get("options") or {}
+    if job["kind"] == "parse":
+        import parsers
+
+        return getattr(parsers, job["func"]), arguments, {}
     space: dict = {"__name__": "judge"}
     exec(compile(job["code"], "<judge>", "exec"), space)
     return space[job["func"]], arguments, {}
 
 
+def _upstream(module: str, func: str):
+    """A metric of desktop-env, without what the package imports for all its other metrics."""
+    import importlib
+
+    import desktop_env
+
+    folder = Path(desktop_env.__file__).parent / "evaluators"
+    for name, place in ((UPSTREAM.rpartition(".")[0], folder), (UPSTREAM, folder / "metrics")):
+        package = types.ModuleType(name)
+        package.__path__ = [str(place)]
+        sys.modules[name] = package
+    sys.modules.setdefault("easyocr", types.ModuleType("easyocr"))
+    return getattr(importlib.import_module(f"{UPSTREAM}.{module}"), func)
+
+
 def _value(part: dict):
-    """A text or JSON value as it is; files as their paths in here."""
+    """A text or JSON value as it is; files as their paths in here, or what a parser makes of one."""
+    if "parse" in part:
+        import parsers
+
+        return getattr(parsers, part["parse"])(part["file"], **part.get("with", {}))
     return part["value"] if "value" in part else part["files"] if "files" in part else part["file"]
 
 
 def _answer(value) -> dict:
+    if type(value).__module__ == "numpy" and getattr(value, "ndim", None) == 0:
+        value = value.item()
     if isinstance(value, (bool, int, float)):
         return {"score": repr(float(value))}
     return {"fault": f"the judge returned {type(value).__name__} {str(value)[:80]!r}, not a number"}
 
 
-def _accumulated(error: Exception, function) -> dict:
-    fault = {"fault": f"the judge raised {_said(error)}"}
+def _accumulated(error: Exception, function, fault: dict) -> dict:
     if isinstance(error, FAULTS_OF_THE_JUDGE):
         return fault
     trace = error.__traceback__

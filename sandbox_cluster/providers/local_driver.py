@@ -61,7 +61,7 @@ class LocalDriver:
         self._end = end
         self._x_lock = threading.Lock()
         """A caller that went away leaves its thread at work: the next one waits for it."""
-        self._clearing = asyncio.Lock()
+        self._clearing: asyncio.Task[None] | None = None
         self._x: XConnection | None = None
         self._player: Player | None = None
         self._screen: Framebuffer | None = None
@@ -87,8 +87,12 @@ class LocalDriver:
     async def _start_window_manager(self) -> None:
         argv = ("openbox", "--sm-disable", "--config-file", WM_CONFIG)
         await self._run(Command(argv, cwd="/", is_detached=True))
-        while not await self._workers.wait_for(self._has_window_manager):  # noqa: ASYNC110 -- nothing tells us
-            await asyncio.sleep(WM_POLL_S)
+        try:
+            async with asyncio.timeout(self._config.boot_timeout_s):
+                while not await self._workers.wait_for(self._has_window_manager):  # noqa: ASYNC110
+                    await asyncio.sleep(WM_POLL_S)
+        except TimeoutError:
+            raise SandboxError(f"no window manager within {self._config.boot_timeout_s:g} s") from None
 
     async def _start_x(self) -> None:
         with await self._link.ask("start_x", {}, self._config.boot_timeout_s) as answer:
@@ -101,20 +105,34 @@ class LocalDriver:
         self._player = await self._workers.wait_for(self._dress)
 
     async def _clear(self) -> None:
-        """End all programs, so that the screen and the process table are free again, and start the window manager.
+        """Bring back a screen that does not answer; goes on to its end when the caller goes away, one at a time.
 
-        Our agent and Xvfb are out of the programs' reach; what holds them up is a program that grabbed the X server,
-        closed our connection to it, or used up all processes. The policy started it: its episode goes on, without programs.
+        Our agent and Xvfb are out of the programs' reach; what holds them up is a program that closed our connection,
+        grabbed the X server, or used up all processes. The policy started it: its episode goes on. Programs are ended
+        only if a fresh connection gets no answer, either, while the agent does answer: a slow machine is no grab.
         """
-        async with self._clearing:
-            (await self._link.ask("end_programs", {}, ANSWER_TIMEOUT_S)).close()
-            with await self._link.ask("screen", {}, ANSWER_TIMEOUT_S) as answer:
-                connection = socket_of(answer.take())
-            if self._x is not None:
-                self._x.close()
-            await self._connect_x(connection)
-            async with asyncio.timeout(ANSWER_TIMEOUT_S):
-                await self._start_window_manager()
+        if self._clearing is None or self._clearing.done():
+            self._clearing = asyncio.ensure_future(self._clear_once())
+            self._clearing.add_done_callback(lambda task: task.cancelled() or task.exception())
+        await asyncio.shield(self._clearing)
+
+    async def _clear_once(self) -> None:
+        try:
+            await self._reconnect()
+        except SandboxError:
+            await self._end_programs()
+            await self._reconnect()
+            await self._start_window_manager()
+
+    async def _reconnect(self) -> None:
+        with await self._link.ask("screen", {}, ANSWER_TIMEOUT_S) as answer:
+            connection = socket_of(answer.take())
+        if self._x is not None:
+            self._x.close()
+        await self._connect_x(connection)
+
+    async def _end_programs(self) -> None:
+        (await self._link.ask("end_programs", {}, ANSWER_TIMEOUT_S)).close()
 
     async def play(self, events: Sequence[InputEvent]) -> None:
         try:
@@ -156,7 +174,8 @@ class LocalDriver:
         try:
             return await self._run(command)
         except BlockingIOError:
-            await self._clear()
+            await self._end_programs()
+            await self._start_window_manager()
             return await self._run(command)
 
     async def _run(self, command: Command) -> ExecuteReply:

@@ -1,4 +1,4 @@
-"""Task files to Tasks: OSWorld JSON and OS-Helix items, one a .json file, a list, or one a line of .jsonl.
+"""Task files to Tasks: OSWorld, WindowsAgentArena and OS-Helix items, one a .json file, a list, or one a line of .jsonl.
 
 Everything that could not be run is an error now, with file and field.
 """
@@ -6,6 +6,7 @@ Everything that could not be run is an error now, with file and field.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,8 @@ _HELIX_ONLY = (
     "need_vlm_judge",
     "vlm_desc",
 )
+_COMMENTS = {"_comments", "comments", "_commments"}
+_WINDOWS_ID = r"(?i)-WOS(-\d+)?$"
 _KNOWN = {
     "id",
     "instruction",
@@ -49,7 +52,7 @@ _KNOWN = {
 }
 
 
-def load_tasks(paths: Iterable[Path | str], allowed_urls: Sequence[str] = ()) -> list[Task]:
+def load_tasks(paths: Iterable[Path | str], allowed_urls: Sequence[str] | None = None) -> list[Task]:
     """All tasks of files and folders (.json and .jsonl, sorted by path). Raises TaskError; ids must be unique."""
     tasks: list[Task] = []
     seen: dict[str, str] = {}
@@ -63,7 +66,7 @@ def load_tasks(paths: Iterable[Path | str], allowed_urls: Sequence[str] = ()) ->
     return tasks
 
 
-def load_file(path: Path, allowed_urls: Sequence[str] = ()) -> list[Task]:
+def load_file(path: Path, allowed_urls: Sequence[str] | None = None) -> list[Task]:
     """The tasks of one file."""
     try:
         text = path.read_text()
@@ -80,23 +83,29 @@ def load_file(path: Path, allowed_urls: Sequence[str] = ()) -> list[Task]:
     return [make_task(body, path.parent, str(path), allowed_urls)]
 
 
-def make_task(body: Any, folder: Path, where: str, allowed_urls: Sequence[str] = ()) -> Task:
-    """A checked Task; local files of its steps are relative to `folder`. Raises TaskError naming `where` and the field."""
+def make_task(body: Any, folder: Path, where: str, allowed_urls: Sequence[str] | None = None) -> Task:
+    """A checked Task; local files of its steps are relative to `folder`. Raises TaskError naming `where` and the field.
+
+    WindowsAgentArena's comments are left out; its tasks, whose ids end in -WOS, ask for a Windows desktop in their metadata.
+    """
     if not isinstance(body, dict):
         raise TaskError(f"{where}: a task must be a JSON object, not {type(body).__name__}")
     for name in ("id", "instruction", "evaluator"):
         if not body.get(name):
             raise TaskError(f"{where}: {name} is missing or empty")
-    unknown = sorted(set(body) - _KNOWN)
+    unknown = sorted(set(body) - _KNOWN - _COMMENTS)
     if unknown:
         raise TaskError(f"{where}: unknown fields {', '.join(unknown)}")
+    urls = None if allowed_urls is None else tuple(allowed_urls)
     try:
         steps = body.get("config") or ()
-        check_steps(steps, "config", tuple(allowed_urls))
+        check_steps(steps, "config", urls)
         config = tuple(resolve_files(dict(step), folder, f"config[{n}]") for n, step in enumerate(steps))
         evaluator = parse(body["evaluator"])
-        check_steps(evaluator.postconfig, "evaluator.postconfig", tuple(allowed_urls))
+        check_steps(evaluator.postconfig, "evaluator.postconfig", urls)
         metadata = {name: body[name] for name in (*_OSWORLD_ONLY, *_HELIX_ONLY) if name in body}
+        if re.search(_WINDOWS_ID, str(body["id"])):
+            metadata["os"] = "windows"
         return Task(
             id=str(body["id"]),
             instruction=body["instruction"],

@@ -38,7 +38,7 @@ async def score(
     desktop: Desktop, evaluator: dict[str, Any], last_action: str | None = "DONE"
 ) -> EvaluateReply:
     request = EvaluateRequest(evaluator=evaluator, last_action=last_action)
-    return await evaluate(desktop, request, Jail(JailConfig()), setup(), 20.0)
+    return await evaluate(desktop, request, Jail(JailConfig()), setup(), 120.0)
 
 
 def judge(n: int = 1, text: str = "yes", path: str = "/home/user/a.txt", code: str = "") -> dict[str, Any]:
@@ -228,6 +228,7 @@ async def test_a_missing_result_file_is_zero_and_a_missing_expected_one_is_inval
 
 
 GETTER = {"type": "vm_file", "path": "/x"}
+RULE = {"type": "rule", "rules": {"expected": 1}}
 CODE = "def call_rule_judge_1(result, expected):\n    return 1"
 
 
@@ -242,11 +243,30 @@ CODE = "def call_rule_judge_1(result, expected):\n    return 1"
         ({"judges": [{"result_getter": GETTER, "code": "def f(a, b, c): return 1"}]}, "takes 3 arguments"),
         (
             {"judges": [{"result_getter": {"type": "crystal_ball"}, "code": CODE}]},
-            "crystal_ball.*not in this build",
+            "crystal_ball.*is unknown",
         ),
         ({"judges": [{"result_getter": {"type": "vm_file"}, "code": CODE}]}, "lacks path"),
         ({"judges": [{"result_getter": GETTER, "code": CODE, "colour": 1}]}, "unknown keys: colour"),
-        ({"func": "compare_pptx_files"}, "compare_pptx_files.*not in this build"),
+        ({"func": "compare_pptx_files"}, "expected is missing: compare_pptx_files needs it"),
+        ({"func": "compare_image_text"}, "'compare_image_text' is not in this build: .*needs torch"),
+        (
+            {"func": "exact_match", "result": {"type": "googledrive_file"}, "expected": RULE},
+            "needs a Google account",
+        ),
+        ({**matches(1, 1), "now": "2026-03-05T09:00:00"}, "must be a moment with its offset"),
+        ({**matches(1, 1), "moon": 1}, "unknown keys: moon"),
+        (
+            {
+                "func": "exact_match",
+                "result": GETTER,
+                "expected": {"type": "rule_relativeTime", "rules": {"relativeTime": {"from": "soon"}}},
+            },
+            "needs relativeTime.from and expected",
+        ),
+        (
+            {"func": "compare_csv", "result": {**GETTER, "multi": True, "dest": []}, "expected": GETTER},
+            "path and dest must be lists of one length",
+        ),
         ({"func": "exact_match", "result": GETTER}, "expected is missing"),
         ({"func": ["exact_match"] * 2, "result": [GETTER]}, "as long as evaluator.func"),
         ({**matches(1, 1), "conj": "xor"}, "conj is 'xor'"),

@@ -82,7 +82,7 @@ def step(kind: str, **parameters: Any) -> dict[str, Any]:
         ({"evaluator": None}, "evaluator is missing"),
         ({"colour": "red"}, "unknown fields colour"),
         ({"config": {"type": "sleep"}}, "config must be a list"),
-        ({"config": [step("fly")]}, r"config\[0\].type 'fly' is not in this build"),
+        ({"config": [step("fly")]}, r"config\[0\].type 'fly' is unknown; this build has activate_window"),
         ({"config": [step("sleep", seconds=1), step("sleep")]}, r"config\[1\].parameters.seconds is missing"),
         ({"config": [step("sleep", seconds="long")]}, r"seconds = 'long' must be a number"),
         ({"config": [step("launch", command=[])]}, r"command must be a text or a list"),
@@ -90,8 +90,20 @@ def step(kind: str, **parameters: Any) -> dict[str, Any]:
         ({"config": [step("execute", command="x", until={"moon": 1})]}, "until takes"),
         ({"config": [step("upload_file", files=[{"path": "/a"}])]}, "exactly one of content"),
         ({"config": [step("upload_file", files=[{"path": "/a", "local_path": "no"}])]}, "there is no file"),
-        ({"config": [step("download", files=[{"path": "/a", "url": "https://x/y"}])]}, "not allowed"),
-        ({"evaluator": {"func": "compare_pptx_files"}}, "compare_pptx_files"),
+        (
+            {"config": [step("download", files=[{"path": "/a", "url": "file:///etc/x"}])]},
+            "must begin with https",
+        ),
+        (
+            {"config": [step("login", platform="googledrive")]},
+            "'login' is not in this build: it needs a Google account",
+        ),
+        ({"config": [step("chrome_open_tabs", urls_to_open="https://x")]}, "urls_to_open must be a list"),
+        (
+            {"config": [step("update_browse_history", history=[{"url": "x"}])]},
+            r"history\[0\] needs url, title",
+        ),
+        ({"evaluator": {"func": "compare_pptx_file"}}, r"is unknown.*did you mean compare_pptx_files\?"),
         (
             {"evaluator": {**OSWORLD["evaluator"], "postconfig": [step("fly")]}},
             r"evaluator.postconfig\[0\].type",
@@ -135,7 +147,19 @@ def test_missing_and_empty_folders_are_named(tmp_path: Path) -> None:
 
 def test_an_allowed_download_loads(tmp_path: Path) -> None:
     body = {**OSWORLD, "config": [step("download", files=[{"path": "/a", "url": "https://files.example/y"}])]}
-    assert load_tasks([write(tmp_path, body)], allowed_urls=["https://files.example/"])
+    path = write(tmp_path, body)
+    assert load_tasks([path], allowed_urls=["https://files.example/"]) and load_tasks([path])
+    with pytest.raises(TaskError, match="not allowed"):
+        load_tasks([path], allowed_urls=["https://files.example.evil/"])
+
+
+def test_windows_tasks_load_without_their_comments_and_ask_for_windows(tmp_path: Path) -> None:
+    steps = [step("create_folder", path="C:\\a"), step("recycle_file", path="C:\\a\\b")]
+    body = {**OSWORLD, "id": "1-WOS-3", "_comments": ["x"], "comments": "y", "config": steps}
+    [task] = load_tasks([write(tmp_path, body)])
+    assert task.metadata["os"] == "windows" and "_comments" not in task.metadata
+    [task] = load_tasks([write(tmp_path, {**OSWORLD, "_comments": []})])
+    assert "os" not in task.metadata
 
 
 def test_local_files_are_relative_to_the_task_file_and_travel_inline(tmp_path: Path) -> None:
