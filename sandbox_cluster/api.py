@@ -13,6 +13,7 @@
     GET    /v1/leases, /v1/hosts, /healthz, /metrics, /docs
     POST   /v1/hosts/{id}/drain            -                -> HostView        (no new leases on it)
     ANY    /g/{secret}/server/{path}       OSWorld's guest endpoints of the leased desktop; no token, the secret is one
+    ANY    /g/{secret}/{cdp|vlc}/{path}    Chrome's debugger (websockets, too) and VLC inside the leased desktop
     Hosts, with a host token: POST /v1/hosts HostRegistration; POST /v1/hosts/{id}/beat HostBeat -> HostBeatReply
     Errors: {"error": {"kind": "...", "message": "what and what to do"}} with 400, 401, 404, 409, 410, 503, 504.
 Kinds: bad_request, task, unauthorized, not_found, conflict, gone, unavailable, timeout, unknown_outcome, desktop, internal.
@@ -186,6 +187,8 @@ class HostBeat(_Body):
     """Lease id -> why its desktop is gone."""
     is_draining: bool = False
     last_error: str = ""
+    num_black_captures: int = 0
+    """Screens that were black twice in a row, since the host started."""
 
 
 class HostBeatReply(_Body):
@@ -222,3 +225,5 @@ class BindReply(_Body):
     provider: str
     os: str
     screen_wh_px: tuple[int, int]
+    clock_skew_s: float = 0.0
+    """The desktop's clock less the host's when it was handed out."""

@@ -244,6 +244,7 @@ class Broker:
             self._finish(ticket, error)
             return
         host.num_ready = max(0, host.num_ready - 1)
+        self._metrics.clock_skew_seconds.observe(abs(reply.clock_skew_s))
         self._metrics.acquire_seconds.observe(time.monotonic() - ticket.since_mono)
         event("lease_granted", **_ids(lease), owner=lease.owner)
         self._finish(ticket, lease)

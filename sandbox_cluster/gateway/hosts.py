@@ -19,6 +19,7 @@ class Host:
     registration: HostRegistration
     last_beat_mono: float
     num_ready: int = 0
+    num_black_captures: int = 0
     is_draining: bool = False
     is_lost: bool = False
     last_error: str = ""
@@ -91,6 +92,7 @@ class Hosts:
         host.last_beat_mono = time.monotonic()
         host.is_lost = False
         host.num_ready = beat.num_ready
+        host.num_black_captures = beat.num_black_captures
         host.is_draining = host.is_draining or beat.is_draining
         host.last_error = beat.last_error
         return host

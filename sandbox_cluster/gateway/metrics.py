@@ -30,6 +30,17 @@ class GatewayMetrics:
             buckets=_SECONDS,
             registry=registry,
         )
+        self.clock_skew_seconds = Histogram(
+            "sandbox_clock_skew_seconds",
+            "A desktop's clock against its host's, when it was handed out",
+            buckets=(0.01, 0.05, 0.1, 0.25, 0.5, 1),
+            registry=registry,
+        )
+        self.black = Gauge(
+            "sandbox_black_captures",
+            "Screens that were black twice in a row, since their hosts started",
+            registry=registry,
+        )
         self.ended = Counter(
             "sandbox_leases_ended", "Leases ended by first word of the reason", ["reason"], registry=registry
         )
@@ -48,6 +59,7 @@ class GatewayMetrics:
         views = [host.view() for host in hosts.by_id.values()]
         for state in ("up", "draining", "lost"):
             self.hosts.labels(state=state).set(sum(view.state == state for view in views))
+        self.black.set(sum(host.num_black_captures for host in hosts.by_id.values()))
         self.ready.set(sum(view.num_ready for view in views if view.state == "up"))
 
     def render(self) -> bytes:

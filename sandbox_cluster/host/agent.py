@@ -114,6 +114,7 @@ class Agent:
             lost=lost,
             is_draining=self._is_draining,
             last_error=self._pool.last_error,
+            num_black_captures=self._pool.num_black_captures,
         )
         reply = await self._client.post(
             f"/v1/hosts/{self._registration.host_id}/beat",

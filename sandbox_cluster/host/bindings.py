@@ -79,8 +79,9 @@ class Bindings:
         return BindReply(
             desktop_id=f"{desktop.provider_name}-{desktop.slot}",
             provider=desktop.provider_name,
-            os="ubuntu",
+            os=desktop.platform.name,
             screen_wh_px=desktop.screen_wh_px,
+            clock_skew_s=desktop.clock_skew_s,
         )
 
     def unbind(self, lease_id: str, reason: str = "released") -> None:

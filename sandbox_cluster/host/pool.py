@@ -101,6 +101,13 @@ class Pool:
         self._waiters: deque[asyncio.Future[Watched]] = deque()
         self._tasks: set[asyncio.Task[Any]] = set()
         self._is_closed = False
+        self._num_black_before = 0
+
+    @property
+    def num_black_captures(self) -> int:
+        """Screens that stayed black, of all desktops of this host since it started."""
+        living = (*self._ready, *self._taken.values())
+        return self._num_black_before + sum(one.desktop.num_black_captures for one in living)
 
     @property
     def num_ready(self) -> int:
@@ -153,6 +160,7 @@ class Pool:
         self._drop(watched)
 
     def _drop(self, watched: Watched) -> None:
+        self._num_black_before += watched.desktop.num_black_captures
         self._spawn(self._end(watched.desktop))
 
     async def _end(self, desktop: Desktop) -> None:

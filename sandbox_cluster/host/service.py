@@ -74,7 +74,7 @@ def assemble(
         url=url,
         call_token=call_token,
         provider=config.provider,
-        os="ubuntu",
+        os=config.os,
         screen_wh_px=config.screen_wh_px,
         tags=tags,
         num_slots=config.num_desktops,

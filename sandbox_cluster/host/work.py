@@ -41,7 +41,7 @@ class Work:
     def server(self, desktop: Desktop) -> Any:
         """The desktop's OSWorld endpoints as an ASGI application."""
         if desktop not in self._servers:
-            from sandbox_cluster.guest.server import create_app
+            from sandbox_cluster.guest.forward import application
 
-            self._servers[desktop] = create_app(desktop)
+            self._servers[desktop] = application(desktop)
         return self._servers[desktop]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
+from pathlib import Path
 
 PROBE_TIMEOUT_S = 20
 _EXIT_PORT = 0xF4
@@ -25,8 +27,15 @@ def probe_script(cpu: str = "host") -> str:
     )
 
 
+def qemu_is_missing() -> bool:
+    """No qemu-system-x86_64 here."""
+    return shutil.which("qemu-system-x86_64") is None
+
+
 def kvm_fault() -> str | None:
     """Why KVM is not used on this machine, or None when the probe guest ran with it. Takes PROBE_TIMEOUT_S at most."""
+    if not Path("/dev/kvm").exists():
+        return "there is no /dev/kvm"
     try:
         done = subprocess.run(
             ["/bin/sh", "-c", probe_script()],

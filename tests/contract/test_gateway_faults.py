@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import io
+import time
 from pathlib import Path
 
 import httpx
 import pytest
+from PIL import Image
 
 from sandbox_cluster.providers.fake import EVENT_LOG
 from slime_cua.core.actions import CodeAction, GuiAction
 from slime_cua.core.errors import SandboxError, TaskError, UnknownOutcomeError
 from slime_cua.core.types import Task
-from tests.contract.gateway_rig import ALICE, CLICK, Rig, acquire_body, eventually
+from tests.contract.gateway_rig import ALICE, CLICK, Machine, Rig, acquire_body, eventually
 
 JUDGE = "def call_rule_judge_1(result, expected):\n    return 1.0"
 EVALUATOR = {
@@ -286,3 +289,51 @@ async def test_a_bad_body_is_400_and_names_the_field(rig: Rig) -> None:
         lease = (await http.post("/v1/leases", json=acquire_body())).json()
         reply = await http.post(f"/v1/leases/{lease['lease_id']}/step", json={"actions": []})
         assert reply.status_code == 400 and "action_id" in reply.json()["error"]["message"]
+
+
+async def test_a_hung_capture_is_tried_once_more_without_a_second_action(rig: Rig) -> None:
+    """Case R45: each layer's limit is smaller than its caller's."""
+    async with rig.gateway(), rig.host(spares=0) as machine, rig.client() as client:
+        async with client.lease(key="k") as sandbox:
+            hurry(machine, 0.3)
+            machine.provider.faults.num_hung_screenshots = 1
+            await sandbox.step([CLICK])
+            assert (await sandbox.read_file(EVENT_LOG)).count(b"Button(number=1, is_down=True)") == 1
+
+
+async def test_a_capture_that_hangs_twice_ends_the_desktop_and_not_the_clients_patience(rig: Rig) -> None:
+    async with rig.gateway(), rig.host(spares=0) as machine, rig.client() as client:
+        with pytest.raises(SandboxError):
+            async with client.lease(key="k") as sandbox:
+                hurry(machine, 0.3)
+                machine.provider.faults.num_hung_screenshots = 2
+                started = time.monotonic()
+                with pytest.raises(SandboxError, match=r"no screenshot within 0\.3 s"):
+                    await sandbox.step([CLICK])
+                assert time.monotonic() - started < 25
+                await sandbox.step([CLICK])
+
+
+async def test_black_screens_are_looked_at_again_counted_when_they_stay_and_kept(rig: Rig) -> None:
+    async with rig.gateway(), rig.host(spares=0) as machine, rig.client() as client, rig.http() as http:
+        async with client.lease(key="k") as sandbox:
+            machine.provider.faults.num_black_screenshots = 1
+            assert any(
+                Image.open(io.BytesIO((await sandbox.step([CLICK])).png)).convert("RGB").getpixel((0, 0))
+            )
+            machine.provider.faults.num_black_screenshots = 2
+            shot = await sandbox.step([CLICK])
+            assert Image.open(io.BytesIO(shot.png)).convert("RGB").getpixel((0, 0)) == (0, 0, 0)
+            machine.host.agent.news.set()
+            for _ in range(100):
+                text = (await http.get("/metrics")).text
+                if "sandbox_black_captures 1.0" in text:
+                    break
+                await asyncio.sleep(0.05)
+            assert "sandbox_black_captures 1.0" in text
+
+
+def hurry(machine: Machine, capture_timeout_s: float) -> None:
+    """Captures of the desktops that are there now get so long."""
+    for watched in machine.host.pool._taken.values():
+        watched.desktop._capture_timeout_s = capture_timeout_s
