@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import struct
+import time
 from collections.abc import Iterator
 from math import prod
 from pathlib import Path
@@ -58,6 +59,24 @@ def check_model(config: RunConfig) -> None:
             f"model = {config.model!r}: no Hugging Face checkpoint is there, {', '.join(missing)} missing"
         )
     check_divisibility(folder, config.trainer.parallel)
+
+
+def check_gateway(url: str, timeout_s: float) -> None:
+    """PreflightError when the gateway does not answer, or no desktop host has registered with it, for timeout_s."""
+    import httpx
+
+    end = time.monotonic() + timeout_s
+    while True:
+        try:
+            reply = httpx.get(f"{url.rstrip('/')}/healthz", timeout=5.0)
+            if reply.status_code == 200 and reply.json()["num_hosts"] > 0:
+                return
+            fault = "has no desktop host: start one (slime-cua sandbox host), or wait until it has registered"
+        except (httpx.HTTPError, ValueError, KeyError) as error:
+            fault = f"does not answer as a gateway ({type(error).__name__}: {error})"
+        if time.monotonic() >= end:
+            raise PreflightError(f"sandbox.gateway_url = {url} {fault}")
+        time.sleep(1.0)
 
 
 def check_disk(run_dir: Path, model: Path) -> None:

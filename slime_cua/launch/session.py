@@ -23,7 +23,7 @@ from slime_cua.launch.engines import make_fleet
 from slime_cua.launch.failures import explained
 from slime_cua.launch.faults import FaultLog
 from slime_cua.launch.guardian import Guardian
-from slime_cua.launch.preflight import check_disk, check_inputs, check_room
+from slime_cua.launch.preflight import check_disk, check_gateway, check_inputs, check_room
 from slime_cua.launch.ray_runtime import end_actor, explain_loss, ray_runtime
 from slime_cua.launch.run_dir import RunDir
 from slime_cua.launch.run_state import RunState, SftState
@@ -78,6 +78,7 @@ class Session:
         self._stack.enter_context(explained(self.run.logs))
         self._stack.enter_context(self.console.record(self.run.logs / "driver.log"))
         check_disk(self.run.path, self.model)
+        self._reopen_rl()
         self.images = ImageStore(self.run.images)
         self.use_gpu = _has_gpu()
         self.faults = FaultLog(config.faults, self.run.logs)
@@ -103,6 +104,7 @@ class Session:
                 raise ConfigError(
                     "sandbox.gateway_url is set: put the client's token into SLIME_CUA_GATEWAY_TOKEN"
                 )
+            check_gateway(self.config.sandbox.gateway_url, self.config.sandbox.acquire_timeout_s)
             return self.config.sandbox.gateway_url, token
         if self.config.sandbox.provider == "local":
             check_machine(self.config.sandbox)
@@ -307,16 +309,17 @@ class Session:
             trainer.close()
 
     def is_rl_unfinished(self) -> bool:
-        """RL has steps to do. A finished phase whose num_steps (or minutes) were raised since goes on."""
+        """RL has steps to do."""
+        return self.config.num_steps > 0 and self.run.phase_result("rl") is None
+
+    def _reopen_rl(self) -> None:
+        """A finished RL phase goes on when num_steps (or minutes) were raised since."""
         config, done = self.config, self.run.phase_result("rl")
-        if done is None:
-            return config.num_steps > 0
-        is_late = config.minutes > 0 and done["seconds"] > 60 * config.minutes
-        if done["num_steps"] >= config.num_steps or is_late:
-            return False
-        self.console.say(f"RL goes on from step {done['num_steps']:.0f} to {config.num_steps}")
-        self.run.reopen_phase("rl", f"step_{done['num_steps']:.0f}")
-        return True
+        if done is None or done["num_steps"] >= config.num_steps:
+            return
+        if config.minutes == 0 or done["seconds"] <= 60 * config.minutes:
+            self.console.say(f"RL goes on from step {done['num_steps']:.0f} to {config.num_steps}")
+            self.run.reopen_phase("rl", f"step_{done['num_steps']:.0f}")
 
     def step_tasks(self) -> list[Task]:
         if not self.train_tasks:

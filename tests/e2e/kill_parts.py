@@ -266,7 +266,9 @@ class OneProcessSession(Session):
 
     def __init__(self, config: RunConfig, model: Path, losses: random.Random | None, counter: Path) -> None:
         super().__init__(config)
-        self.model, self._losses, self._counter = model, losses, counter
+        self.model, self._counter = model, counter
+        self._losses: random.Random | None = None
+        self._later_losses = losses
 
     def _start(self) -> None:
         self.train_tasks, self.heldout_tasks = list(TASKS), []
@@ -279,6 +281,7 @@ class OneProcessSession(Session):
         self._gateway = ("", "")
         self.logger = MetricsLogger(self.run.path, wandb_mode="disabled", resume_steps=self._resume_steps())
         self._start_rollout()
+        self._losses = self._later_losses
 
     def _start_rollout(self) -> None:
         actor = RecordedRollout(

@@ -11,6 +11,7 @@ import argparse
 import json
 import os
 import random
+import resource
 import shutil
 import signal
 import time
@@ -227,8 +228,9 @@ def main() -> None:
         ended(forked(folder, lambda folder=folder, config=config: check(folder, config, model)), folder)
         shutil.rmtree(folder)
         num_runs += 1
-    seconds = round(time.monotonic() - began, 1)
-    print(json.dumps({"moments": dict(moments), "num_runs": num_runs, "seconds": seconds}))
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    times = {"seconds": time.monotonic() - began, "cpu_seconds": used.ru_utime + used.ru_stime}
+    print(json.dumps({"moments": dict(moments), "num_runs": num_runs, **times}))
 
 
 if __name__ == "__main__":

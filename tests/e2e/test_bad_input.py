@@ -252,9 +252,10 @@ def test_a_full_disk_ends_the_run_with_what_could_not_be_written_and_what_was_th
         assert job.wait() == 1
         assert "space" in job.sentence() and "left" in job.sentence()
         assert "Logging error" not in job.output
-        latest = (small_disk / "run/checkpoints/latest").read_text()
-        state = json.loads((small_disk / "run/checkpoints" / latest / "run_state.json").read_text())
-        assert state["version"] == int(latest.removeprefix("step_")) >= 2
+        state = json.loads((small_disk / "run/state.json").read_text())
+        assert len(state["batches"]) == state["version"] >= 2
+        for step in state["checkpoints"]:
+            assert (small_disk / f"run/checkpoints/step_{step:08d}/manifest.json").is_file()
         job.assert_nothing_left()
 
 

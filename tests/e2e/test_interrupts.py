@@ -5,6 +5,7 @@ SLIME_CUA_ALL_SIGNALS=1 tries all three signals in every phase (about 8 minutes)
 
 import json
 import os
+import re
 import signal
 
 import pytest
@@ -17,7 +18,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
 PHASES = {
     "start": "starting Ray",
     "demonstrations": "collecting 4 demonstrations",
-    "SFT": "cold start: step 1 of",
+    "SFT": "cold start: step 3 of",
     "RL, waiting": "step 1: waiting for episodes",
     "RL, training": "step 2: training",
     "evaluation": "evaluating rl on",
@@ -49,6 +50,7 @@ def test_ended_in_any_phase_by_any_signal_it_leaves_nothing_and_the_same_command
         "sandbox.provider=fake",
         "trainer.parallel.tp=1",
         "sft.num_epochs=8",
+        "sft.save_every=2",
         "evaluation.arms=[rl]",
     )
     with ended(job):
@@ -68,7 +70,28 @@ def test_ended_in_any_phase_by_any_signal_it_leaves_nothing_and_the_same_command
                 assert "interrupted; the same command continues where it stopped" in job.output
         assert job.start().wait() == 0, job.output
         job.assert_nothing_left()
-    check_finished(job)
+        check_finished(job)
+        assert re.search(
+            r"cold start: continuing at step [24]", (job.run_dir / "logs/driver.log").read_text()
+        )
+        check_that_a_finished_run_goes_on_when_more_steps_are_asked_for(job)
+
+
+def check_that_a_finished_run_goes_on_when_more_steps_are_asked_for(job):
+    groups = set(job.run_dir.joinpath("episodes/rl.jsonl").read_text().splitlines())
+    job.overrides.append("num_steps=3")
+    assert job.start().wait() == 0, job.output
+    assert "RL goes on from step 2 to 3" in job.output and "continuing at step 2" in job.output
+    assert "cold start" not in job.output
+    state = json.loads((job.run_dir / "state.json").read_text())
+    names = [name for batch in state["batches"] for name in batch["groups"]]
+    assert state["version"] == 3 and len(set(names)) == len(names) == 6
+    assert groups < set(job.run_dir.joinpath("episodes/rl.jsonl").read_text().splitlines())
+    assert (job.run_dir / "episodes/eval_rl_step_2.jsonl").is_file()
+    rows = [json.loads(line) for line in (job.run_dir / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows if row["axis"] == "step"] == [1, 2, 3]
+    assert [row["step"] for row in rows if row["axis"] == "eval"] == [2]
+    assert job.start().wait() == 0 and "continuing at step" not in job.output, job.output
 
 
 def check_finished(job):
@@ -84,9 +107,18 @@ def check_finished(job):
 
 
 @pytest.mark.desktop
-def test_parts_that_are_killed_come_back_or_end_the_run_with_a_sentence(tmp_path, model):
+def test_parts_that_are_killed_or_hang_come_back_and_too_many_of_them_end_the_run_with_a_report(
+    tmp_path, model
+):
     job = make_job(
-        tmp_path, model, "sft.num_episodes=0", "evaluation.arms=[]", "num_steps=500", "save_every=1000"
+        tmp_path,
+        model,
+        "sft.num_episodes=0",
+        "evaluation.arms=[]",
+        "num_steps=500",
+        "save_every=4",
+        "trainer.timeout_s=90",
+        f"faults.max_failures={len(PARTS) + 2}",
     )
     with ended(job):
         job.start().wait_for("step 1: reward")
@@ -94,19 +126,40 @@ def test_parts_that_are_killed_come_back_or_end_the_run_with_a_sentence(tmp_path
         (tmp_path / "second").mkdir()
         assert second.start().wait(60.0) == 1
         assert f"another run is at work in {job.run_dir}: wait, end it, or set run_dir" in second.sentence()
-        for part in ("sandbox_cluster.gateway", "sandbox_cluster.host", "rollout.embedded"):
-            (pid,) = job.pids_of(f"-m {part}")
+        for part in PARTS:
+            pid = job.pids_of(part)[0]
             os.kill(pid, signal.SIGKILL)
-            done = last_step(job)
-            job.wait_until(lambda part=part, pid=pid: set(job.pids_of(f"-m {part}")) - {pid}, f"new {part}")
-            job.wait_until(
-                lambda done=done: last_step(job) >= done + 3, f"three more steps after the end of {part}"
-            )
-        rank = job.pids_of("ray::TrainerActor")[0]
-        os.kill(rank, signal.SIGKILL)
-        assert job.wait(120.0) == 1
-        assert "a trainer rank died" in job.sentence() and "logs/trainer_*.log" in job.sentence()
+            wait_for_more_steps(job, part, pid)
+        pid = job.pids_of("ray::TrainerActor")[0]
+        os.kill(pid, signal.SIGSTOP)
+        wait_for_more_steps(job, "ray::TrainerActor", pid)
+        assert "the trainer was lost in" in job.log()
+        os.kill(job.pids_of("ray::TrainerActor")[0], signal.SIGKILL)
+        assert job.wait(300.0) == 1
+        assert f"{len(PARTS) + 2} failures within 60 minutes" in job.sentence()
+        report = (job.run_dir / "logs/fault_report.txt").read_text()
+        for name in ("gateway:", "host:", "engine:", "rollout:", "trainer:", "Last lines of"):
+            assert name in report, report
         job.assert_nothing_left()
+        state = json.loads((job.run_dir / "state.json").read_text())
+        names = [name for batch in state["batches"] for name in batch["groups"]]
+        assert len(set(names)) == len(names) == 2 * state["version"]
+
+
+PARTS = (
+    "-m sandbox_cluster.gateway",
+    "-m sandbox_cluster.host",
+    "-m rollout.embedded",
+    "ray::RolloutActor",
+    "ray::TrainerActor",
+)
+
+
+def wait_for_more_steps(job, part, pid):
+    """Three steps after `pid` was lost, and another in its place."""
+    done = last_step(job)
+    job.wait_until(lambda: set(job.pids_of(part)) - {pid} and pid not in job.pids_of(part), f"new {part}")
+    job.wait_until(lambda: last_step(job) >= done + 3, f"three more steps after the end of {part}")
 
 
 def last_step(job):

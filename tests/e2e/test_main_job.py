@@ -59,7 +59,7 @@ def test_the_run_directory_holds_what_its_module_says(job):
         "metrics.jsonl",
         "report.html",
         "report_data.json",
-        "checkpoints/latest",
+        "state.json",
     }
     expected |= {
         f"episodes/{name}.jsonl" for name in ("demonstrations", "eval_base", "eval_sft", "eval_rl", "rl")
@@ -105,15 +105,12 @@ def test_tokens_carry_the_version_of_the_weights_that_sampled_them(job):
 
 
 def test_every_valid_response_of_the_trained_groups_was_trained_once(job):
-    latest = job.run_dir / "checkpoints" / (job.run_dir / "checkpoints/latest").read_text()
-    outstanding = json.loads((latest / "run_state.json").read_text())["rollout"]["scheduler"]["groups"]
-    waiting = {
-        group["group_id"]
-        for group in (outstanding.values() if isinstance(outstanding, dict) else outstanding)
-    }
+    batches = json.loads((job.run_dir / "state.json").read_text())["batches"]
+    names = [name for batch in batches for name in batch["groups"]]
     stored = groups(job, "rl")
     assert len({group.group_id for group in stored}) == len(stored)
-    trained = [group for group in stored if group.group_id not in waiting]
+    assert len(set(names)) == len(names)
+    trained = [group for group in stored if group.group_id in names]
     assert len(trained) == NUM_STEPS * 2
     responses = [turn for group in trained for turn in valid_turns(group)]
     values = [row["values"] for row in rows(job, "step")]

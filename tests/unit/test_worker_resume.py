@@ -6,13 +6,15 @@ from collections import Counter
 
 import pytest
 
+from rollout.episode import _Trace
 from rollout.group import run_group
+from rollout.player import Player
 from rollout.replay.clock import run_virtual
 from rollout.scheduler import Scheduler
-from rollout.worker import RolloutWorker
+from rollout.worker import MAX_CONSECUTIVE_DROPS, RolloutWorker
 from slime_cua.algo.frontier import FrontierSampler
 from slime_cua.config.rollout import RolloutConfig, SchedulerConfig
-from slime_cua.core.errors import DataError
+from slime_cua.core.errors import DataError, InfrastructureError, SandboxError
 from slime_cua.core.types import Episode, Task, Turn
 from slime_cua.data.episodes import EpisodeStore, OpenGroups
 
@@ -178,3 +180,38 @@ def test_an_open_group_forgets_a_cut_line_and_what_was_played_for_another_task(t
     assert [one.episode_id for one in groups.episodes("g", "t")] == ["g-e0", "g-e3"]
     groups.keep_only({"h"})
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_pool_that_never_scores_ends_with_the_reasons_and_the_count_survives_a_resume(tmp_path):
+    class Broken(Rig):
+        async def play(self, task, group_id, episode_id, on_request):
+            await asyncio.sleep(1.0)
+            return episode(task.id, group_id, episode_id).model_copy(
+                update={"reward": None, "stop_reason": "invalid", "error": "SandboxError: no desktop boots"}
+            )
+
+    first = Broken(tmp_path)
+    state = run_virtual(first.live(0, 3.0))
+    num_before = first.worker.num_stored
+    assert 0 < num_before < MAX_CONSECUTIVE_DROPS
+    second = Broken(tmp_path, state)
+    with pytest.raises(
+        InfrastructureError, match=r"12 groups in a row had no two valid episodes; .*no desktop boots"
+    ):
+        run_virtual(second.live(1, 0.0))
+    assert second.worker.num_stored == MAX_CONSECUTIVE_DROPS, "those before the interruption count"
+
+
+async def test_a_clock_that_is_set_back_gives_no_negative_duration(monkeypatch):
+    hours = iter([50_000.0])
+    monkeypatch.setattr("time.time", lambda: next(hours, 1_000.0))
+
+    class NoDesktop:
+        def lease(self, task, episode_id):
+            raise SandboxError("the gateway has no host")
+
+    player = Player(None, NoDesktop(), 1)
+    lost = await player.play(Task(id="t", instruction=""), None, group_id="g", episode_id="g-e0")
+    assert lost.started_s == 50_000.0 and 0.0 <= lost.ended_s - lost.started_s < 60.0
+    ended = _Trace("g-e0", "g", "t", started_s=50_000.0).finish()
+    assert 0.0 <= ended.ended_s - ended.started_s < 60.0
