@@ -85,7 +85,7 @@ class ModelShape:
             num_experts=experts,
             top_k=int(text.get("num_experts_per_tok", 0)),
             expert_ffn=int(text.get("moe_intermediate_size", 0)) if experts else 0,
-            shared_ffn=int(text.get("shared_expert_intermediate_size") or 0) if experts else 0,
+            shared_ffn=int(text.get("shared_expert_intermediate_size") or 0) if experts and is_35 else 0,
             vision=_vision(config["vision_config"]),
         )
 
