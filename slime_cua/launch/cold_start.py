@@ -13,6 +13,7 @@ from pathlib import Path
 
 from slime_cua.core.errors import DataError
 from slime_cua.core.types import Episode, TrainSample
+from slime_cua.data.episodes import EpisodeStore
 from slime_cua.data.segments import build_segments
 from slime_cua.launch.run_state import SftState
 from slime_cua.launch.session import Session, evenly
@@ -31,11 +32,7 @@ def cold_start(session: Session) -> Path:
     if session.run.phase_result("sft") is not None:
         session.run.remove_sft_checkpoints()
         return target
-    tasks = evenly(session.step_tasks())
-    session.console.say(f"collecting {config.num_episodes} demonstrations")
-    episodes: list[Episode] = session.play(
-        "demonstrate", DEMONSTRATIONS, tasks, config.num_episodes, what="demonstrations"
-    )
+    episodes = _demonstrations(session)
     samples = demonstration_samples(episodes, config.min_rule_score)
     session.console.say(f"{len(samples)} segments of {len(episodes)} demonstrations pass the filter")
     with session.trainer(session.model, config.optimizer) as trainer:
@@ -43,6 +40,21 @@ def cold_start(session: Session) -> Path:
     session.run.finish_phase("sft", result)
     session.run.remove_sft_checkpoints()
     return target
+
+
+def _demonstrations(session: Session) -> list[Episode]:
+    """Collected, or, once training on them has begun, those that it began on: its batches must not change."""
+    if SftState.load(session.run.path) is not None:
+        groups = EpisodeStore(session.run.episodes(DEMONSTRATIONS)).read()
+        last = {group.group_id: group.episodes[-1] for group in groups}
+        return [last[key] for key in sorted(last)]
+    num_episodes = session.config.sft.num_episodes
+    session.console.say(f"collecting {num_episodes} demonstrations")
+    tasks = evenly(session.step_tasks())
+    episodes: list[Episode] = session.play(
+        "demonstrate", DEMONSTRATIONS, tasks, num_episodes, what="demonstrations"
+    )
+    return episodes
 
 
 def demonstration_samples(episodes: Sequence[Episode], min_score: float) -> list[TrainSample]:
@@ -64,7 +76,8 @@ class _SftLoop:
         self._session, self._trainer, self._samples = session, trainer, samples
         self._config, self._run = session.config.sft, session.run
         self._folder = session.run.checkpoints / "sft"
-        self._state = SftState.load(session.run.path)
+        self._state = SftState.load(session.run.path) or SftState()
+        self._state.save(session.run.path)
         self.step = self._state.step
         self._metrics: dict[str, float] = {}
         self._since = time.monotonic()
@@ -76,6 +89,7 @@ class _SftLoop:
         if self.step:
             console.say(f"cold start: continuing at step {self.step}")
             self._rebuild(self._trainer.call)
+        self._since = time.monotonic()
         total = -(-config.num_epochs * len(self._samples) // config.batch_size)
         batches = self._batches_from(self.step)
         while self._is_unfinished(total):

@@ -87,7 +87,7 @@ class Loop:
             version=self.version + 1,
             rollout=rollout,
             batches=[*self.state.batches, batch],
-            row=self._values,
+            row={name: float(value) for name, value in self._values.items()},
         )
 
     def publish(self) -> None:

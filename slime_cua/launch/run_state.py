@@ -75,7 +75,10 @@ class RunState:
 
 @dataclass
 class SftState:
-    """Where the cold start can go on: after `step` optimiser steps, whose checkpoint is RUN/checkpoints/sft."""
+    """Where the cold start can go on: after `step` optimiser steps, whose checkpoint is in RUN/checkpoints/sft.
+
+    It is there from the first step on: the demonstrations are settled then.
+    """
 
     step: int = 0
     spent_s: float = 0.0
@@ -84,11 +87,11 @@ class SftState:
         write_atomic(run_dir / SFT_FILE, json.dumps({"format": FORMAT, **asdict(self)}).encode())
 
     @classmethod
-    def load(cls, run_dir: Path) -> SftState:
-        """The last one, or the beginning."""
+    def load(cls, run_dir: Path) -> SftState | None:
+        """The last one; None before the training began."""
         path = run_dir / SFT_FILE
         if not path.exists():
-            return cls()
+            return None
         try:
             plain = json.loads(path.read_text())
             if plain.pop("format") != FORMAT:

@@ -205,11 +205,14 @@ class Session:
         A loss while a new one is being brought up is for whoever brings it up.
         """
         while True:
+            used = self._rollout
             try:
                 return work()
             except RolloutLost as error:
                 if self._is_restarting:
                     raise
+                if self._rollout is not used:
+                    continue  # lost and replaced by a call inside `work`
                 lost: RolloutLost | None = error
             while lost is not None:
                 self.console.say(f"the rollout side was lost in {what}: {lost}")
@@ -331,7 +334,8 @@ class Session:
         state = RunState.load(self.run.path)
         done: dict[Axis, int] = {"step": state.version if state else 0}
         if self.run.phase_result("sft") is None:
-            done["sft_step"] = SftState.load(self.run.path).step - 1
+            cold = SftState.load(self.run.path)
+            done["sft_step"] = (cold.step if cold else 0) - 1
         if self.run.phase_result("eval_rl") is None:
             done["eval"] = 1
         return done

@@ -11,7 +11,7 @@ import json
 import shutil
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -40,12 +40,25 @@ _DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "
 _NAMED = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
+class Kept(Protocol):
+    """What a rank keeps beside weights and optimiser, e.g. copies of older weights."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+    def load_state_dict(self, state: Any) -> None: ...
+
+
 def save(
-    folder: Path, step: int, model: PolicyModel, optimizer: Optimizer, layout: Layout, keep: int | None = None
+    folder: Path,
+    step: int,
+    model: PolicyModel,
+    optimizer: Optimizer,
+    layout: Layout,
+    keep: int | None = None,
+    kept: Kept | None = None,
 ) -> Path:
     """Write a checkpoint and give its folder. A collective; the old one of the same step stays until the new is whole.
 
-    keep: afterwards remove all but the newest `keep`. Raises CheckpointError on every rank when any rank could not write
+    keep: afterwards remove all but the newest `keep`. kept: saved as it is, for the same layout. Raises CheckpointError on every rank when any rank could not write
     (disk full, say); what was there before is untouched.
     """
     from megatron.core import dist_checkpointing
@@ -59,7 +72,8 @@ def save(
 
     def write() -> None:
         dist_checkpointing.save(state, str(draft), save_strategy())
-        torch.save(_rank_state(layout), draft / f"rank_{layout.rank:05d}.pt")
+        own = {**_rank_state(layout), "kept": kept.state_dict() if kept is not None else {}}
+        torch.save(own, draft / f"rank_{layout.rank:05d}.pt")
 
     def finish() -> None:
         if layout.rank == 0:
@@ -76,7 +90,9 @@ def save(
     return target
 
 
-def restore(folder: Path, model: PolicyModel, optimizer: Optimizer, layout: Layout) -> int:
+def restore(
+    folder: Path, model: PolicyModel, optimizer: Optimizer, layout: Layout, kept: Kept | None = None
+) -> int:
     """Load the checkpoint `folder` (a step folder, or its parent: the newest). A collective. Gives the step.
 
     Raises CheckpointError for one that is missing, incomplete, or of another model.
@@ -98,7 +114,10 @@ def restore(folder: Path, model: PolicyModel, optimizer: Optimizer, layout: Layo
     optimizer.num_steps = int(manifest["optimizer_steps"])
     mine = path / f"rank_{layout.rank:05d}.pt"
     if manifest["world_size"] == layout.world_size and mine.is_file():
-        _set_rank_state(torch.load(mine, weights_only=False))
+        own = torch.load(mine, weights_only=False)
+        _set_rank_state(own)
+        if kept is not None:
+            kept.load_state_dict(own.get("kept", {}))
     return int(manifest["step"])
 
 

@@ -50,8 +50,9 @@ EPISODE_S = 0.02
 LIMIT_S = 120.0
 
 
-def config_of(folder: Path, *, is_filtered: bool) -> RunConfig:
-    """Ten steps of two groups of three episodes, a checkpoint every third."""
+def config_of(folder: Path, number: int = 0) -> RunConfig:
+    """Ten steps of two groups of three episodes, a checkpoint every third. Odd numbers filter flat groups; every third
+    takes the ratio against the weights that sampled, which the trainer keeps."""
     return RunConfig(
         run_dir=str(folder / "run"),
         num_steps=10,
@@ -60,7 +61,7 @@ def config_of(folder: Path, *, is_filtered: bool) -> RunConfig:
             groups_per_step=2,
             episodes_per_group=3,
             max_infra_retries=1,
-            scheduler=SchedulerConfig(filters_flat_groups=is_filtered, max_filtered_per_step=2),
+            scheduler=SchedulerConfig(filters_flat_groups=number % 2 == 1, max_filtered_per_step=2),
         ),
         trainer=TrainerConfig(
             dtype="fp32",
@@ -68,7 +69,13 @@ def config_of(folder: Path, *, is_filtered: bool) -> RunConfig:
             freeze_vision=False,
             optimizer=OptimizerConfig(lr=1e-3, warmup_steps=3, decay_steps=20),
         ),
-        loss=LossConfig(name="grpo", aggregate="token", eps_low=0.2, eps_high=0.3),
+        loss=LossConfig(
+            name="grpo",
+            aggregate="token",
+            eps_low=0.2,
+            eps_high=0.3,
+            pi_old="behaviour" if number % 3 == 2 else "engine",
+        ),
         faults=FaultConfig(max_failures=1000),
         log=LogConfig(wandb_mode="disabled"),
     )

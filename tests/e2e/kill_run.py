@@ -214,7 +214,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     model = make_qwen35(options.folder / "model", layer_types=("full_attention",))
-    warm = TrainerRank(config_of(options.folder, is_filtered=False).trainer)
+    warm = TrainerRank(config_of(options.folder).trainer)
     warm.load(model)
     warm.close()
     rng = random.Random(options.seed)
@@ -223,7 +223,7 @@ def main() -> None:
     while sum(moments.values()) < options.moments:
         folder = options.folder / f"run_{num_runs}"
         folder.mkdir()
-        config = config_of(folder, is_filtered=num_runs % 2 == 1)
+        config = config_of(folder, num_runs)
         moments += kill_until_done(folder, config, model, rng)
         ended(forked(folder, lambda folder=folder, config=config: check(folder, config, model)), folder)
         shutil.rmtree(folder)
