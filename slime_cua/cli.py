@@ -8,6 +8,7 @@ from collections.abc import Callable
 COMMANDS: dict[str, tuple[str, str]] = {
     "train": ("slime_cua.train:main", "train a policy: cold start, asynchronous RL, evaluation, export"),
     "sandbox": ("sandbox_cluster.cli:main", "gateway and host agents for desktops"),
+    "runs": ("slime_cua.launch.runs:main", "list runs, show one, remove what nothing references"),
     "simulate": (
         "slime_cua.launch.simulate:main",
         "replay a trace under several schedules on a virtual clock",

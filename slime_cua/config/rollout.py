@@ -108,5 +108,7 @@ class RolloutConfig(ConfigModel):
     """Replacement episodes a group may start for infrastructure failures."""
     episode_timeout_s: float = 3600.0
     turn_timeout_s: float = 600.0
+    max_image_bytes: int = Field(16 << 30, ge=1 << 20)
+    """Room for screenshots in the run directory. Beyond it those go that training has consumed, the oldest first."""
     call_timeout_s: float = Field(120.0, gt=0)
     """Deadline of the driver's short calls to the rollout side (not of playing episodes)."""

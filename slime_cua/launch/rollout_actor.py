@@ -28,12 +28,15 @@ from slime_cua.core.actions import Action
 from slime_cua.core.errors import ConfigError
 from slime_cua.core.types import Episode, EpisodeGroup, Task
 from slime_cua.data.episodes import EpisodeStore, OpenGroups
-from slime_cua.data.images import ImageStore
+from slime_cua.data.images import ImageStore, Needs
 from slime_cua.launch.desktops import GatewayDesktops
+from slime_cua.launch.image_needs import needed_images
 from slime_cua.sft.demonstrations import TeacherPolicy
 from slime_cua.sft.teacher import ScriptedTeacher
 
 log = logging.getLogger(__name__)
+JUST_ENDED_S = 10.0
+"""An episode that ended is on record (episodes/) after that at the latest; file times are rough, too."""
 
 
 class RolloutActor:
@@ -51,12 +54,13 @@ class RolloutActor:
         self._family_of: dict[str, str] = {}
         self._progress = (0, 0)
         self._num_ended = 0
+        self._running_since: dict[str, float] = {}
 
     async def open(self) -> None:
         """Load what episodes need. Apart from the constructor, so that a failure comes back as itself."""
         hf_dir, gateway_url, token = self._arguments
         rollout = self.config.rollout
-        self.images = ImageStore(self.run_dir / "images")
+        self.images = ImageStore(self.run_dir / "images", rollout.max_image_bytes, self._needs)
         space = ActionSpace.from_config(rollout.action_space)
         self.renderer = Renderer.from_config(hf_dir, rollout.renderer, space)
         self.desktops = GatewayDesktops(
@@ -197,11 +201,20 @@ class RolloutActor:
         episode_id: str,
         on_request: Callable[[], None] = lambda: None,
     ) -> Episode:
-        episode = await self.player.play(
-            task, policy, group_id=group_id, episode_id=episode_id, on_request=on_request
-        )
+        self._running_since[episode_id] = time.time()
+        try:
+            episode = await self.player.play(
+                task, policy, group_id=group_id, episode_id=episode_id, on_request=on_request
+            )
+        finally:
+            del self._running_since[episode_id]
         self._num_ended += 1
         return episode
+
+    def _needs(self) -> Needs:
+        """Images that stay when the store is full: training reads them, or their episode runs (or has just ended)."""
+        since_s = min([time.time(), *self._running_since.values()]) - JUST_ENDED_S
+        return Needs(frozenset(needed_images(self.run_dir)), since_s)
 
     async def _sweep(self, name: str, items: list[Item], play: Any) -> list[Episode]:
         def note(done: int, total: int) -> None:

@@ -52,6 +52,7 @@ MAY_CHANGE = (
     "rollout.engine.start_timeout_s",
     "rollout.engine.request_timeout_s",
     "rollout.call_timeout_s",
+    "rollout.max_image_bytes",
     "trainer.timeout_s",
     "trainer.restart_timeout_s",
     "trainer.num_threads",

@@ -1,5 +1,6 @@
 """Image store and episode store: what is read is what was written, also after a crash."""
 
+import os
 import struct
 import zlib
 
@@ -8,7 +9,7 @@ import pytest
 from slime_cua.core.errors import DataError
 from slime_cua.core.types import Episode, EpisodeGroup, ImageRef
 from slime_cua.data.episodes import EpisodeStore
-from slime_cua.data.images import ImageStore, png_size_px
+from slime_cua.data.images import ImageStore, ImageStoreFullError, Needs, png_size_px
 
 
 def png(width, height, filling=b""):
@@ -58,17 +59,46 @@ def test_a_missing_or_damaged_image_is_named(tmp_path):
 
 
 def test_the_oldest_images_go_when_the_store_is_full(tmp_path):
-    import os
+    store, refs = store_of_ten(tmp_path, Needs)
+    store.put(png(4, 4, b"99"))
+    assert store.total_bytes <= 0.9 * store.max_bytes
+    assert refs[0] not in store and refs[1] not in store and refs[9] in store
 
+
+def store_of_ten(tmp_path, needs):
+    """A store that ten images fill, put at 0, 1, ... 9 s; their refs."""
     one = len(png(4, 4, b"00"))
-    store = ImageStore(tmp_path, max_bytes=10 * one)
+    store = ImageStore(tmp_path, max_bytes=10 * one, needs=needs)
     refs = []
     for i in range(10):
         refs.append(store.put(png(4, 4, f"{i:02}".encode())))
         os.utime(store.path(refs[-1]), (i, i))
+    return store, refs
+
+
+def test_what_is_needed_stays_and_consumed_images_go_first(tmp_path):
+    needed = set()
+    store, refs = store_of_ten(tmp_path, lambda: Needs(frozenset(needed), since_s=8.0))
+    needed.update(refs[n].sha256 for n in (0, 1, 3))
     store.put(png(4, 4, b"99"))
-    assert store.total_bytes <= 9 * one
-    assert refs[0] not in store and refs[1] not in store and refs[9] in store
+    assert [n for n, ref in enumerate(refs) if ref not in store] == [2, 4]
+
+
+def test_a_store_that_only_holds_needed_images_says_so_and_goes_on_when_they_are_consumed(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr("slime_cua.data.images.LOOK_AGAIN_S", 0.0)
+    since = [0.0]
+    store, refs = store_of_ten(tmp_path, lambda: Needs(since_s=since[0]))
+    with pytest.raises(
+        ImageStoreFullError, match=r"still need, 0 MiB allowed: raise rollout.max_image_bytes"
+    ):
+        store.put(png(4, 4, b"99"))
+    assert all(ref in store for ref in refs) and len(list(tmp_path.glob("*/.new-*"))) == 0
+    assert store.put(png(4, 4, b"05")) == refs[5], "what is there already needs no room"
+    since[0] = 100.0
+    ref = store.put(png(4, 4, b"99"))
+    assert ref in store and refs[0] not in store
 
 
 def group(number):
