@@ -18,7 +18,7 @@ import torch
 import megatron_patches
 from slime_cua.config.algo import LossConfig
 from slime_cua.config.trainer import TrainerConfig
-from slime_cua.convert import check_hf_folder, read_config
+from slime_cua.convert import check_hf_folder
 from slime_cua.core.errors import CheckpointError, ConfigError, DataError
 from slime_cua.core.ports import free_port
 from slime_cua.core.types import TrainSample
@@ -26,10 +26,9 @@ from slime_cua.data.batch import PackedBatch, PackedStep
 from slime_cua.data.packing import pack
 from slime_cua.trainer import checkpoint, progress, runtime
 from slime_cua.trainer.batch import Microbatch, build_microbatch
-from slime_cua.trainer.extra_forwards import ExtraForwards, ExtraLogprobs, check_reference, start_logprobs
+from slime_cua.trainer.extra_forwards import ExtraForwards, ExtraLogprobs, start_logprobs
 from slime_cua.trainer.images import ImageLoader, ImageSource, PatchConfig
-from slime_cua.trainer.layouts import check_divisibility, num_experts
-from slime_cua.trainer.lora import check_lora
+from slime_cua.trainer.layouts import check_divisibility
 from slime_cua.trainer.losses import chosen_old_policy, default_section, find_loss, loss_inputs
 from slime_cua.trainer.metrics import Totals, named_metrics
 from slime_cua.trainer.model import PolicyModel
@@ -84,14 +83,12 @@ class TrainerRank:
         with self._scope():
             self._tensors = check_hf_folder(hf_dir)
             check_divisibility(hf_dir, self.config.parallel)
-            check_lora(self.config, num_experts(read_config(hf_dir)))
-            reference = check_reference(self.config.reference_model, hf_dir)
             self._hf_dir = Path(hf_dir)
             self._patches = PatchConfig.from_hf(hf_dir)
             self._loader = ImageLoader(self._patches)
             self.model = PolicyModel(hf_dir, self.config, self._tensors)
             self.optimizer = Optimizer(self.model, self.config)
-            self.extra = ExtraForwards(self.model, self._hf_dir, reference)
+            self.extra = ExtraForwards(self.model, self._hf_dir)
 
     def train_step(
         self,
