@@ -14,7 +14,10 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "replay a trace under several schedules on a virtual clock",
     ),
     "tasks": ("sandbox_cluster.tasks.cli:main", "check task files"),
-    "pool": ("slime_cua.synthesis.pool_build:main", "choose training tasks of moderate difficulty for a policy"),
+    "pool": (
+        "slime_cua.synthesis.pool_build:main",
+        "choose training tasks of moderate difficulty for a policy",
+    ),
     "convert": ("slime_cua.launch.convert:main", "Megatron checkpoints to Hugging Face and back"),
     "plan": ("slime_cua.launch.plan:main", "memory of a training layout, from the model's config alone"),
     "doctor": ("slime_cua.launch.doctor:main", "what this machine has and lacks"),
