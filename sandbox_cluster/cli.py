@@ -7,8 +7,8 @@ import sys
 _USAGE = """usage: slime-cua sandbox ROLE ...
 
   gateway  the cluster's one port: leases, queue, OSWorld pass-through (also: python -m sandbox_cluster.gateway)
-  install-evaluators   OSWorld's metrics into an environment of their own, for the judges of this desktop host
   host     the agent of one desktop machine (also: python -m sandbox_cluster.host)
+  install-evaluators   desktop-env's metrics into an environment of their own, for the judges of a desktop machine
 
 docs/sandbox.md says how they go together."""
 

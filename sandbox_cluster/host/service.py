@@ -90,7 +90,7 @@ def assemble(
     bindings = Bindings(pool)
     agent = Agent(gateway_url, host_token, registration, pool, bindings)
     pool.on_change = bindings.on_change = agent.news.set
-    app = create_app(bindings, Work(jail, allowed_urls), Tokens({"gateway": call_token}))
+    app = create_app(bindings, Work(jail, allowed_urls, disk / "downloads"), Tokens({"gateway": call_token}))
     return Host(pool, bindings, agent, app)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -16,10 +17,10 @@ from sandbox_cluster.tasks.setup import Setup
 class Work:
     """Set-up and judging of one host."""
 
-    def __init__(self, jail: Jail, allowed_urls: tuple[str, ...] = ()) -> None:
+    def __init__(self, jail: Jail, allowed_urls: tuple[str, ...] = (), downloads: Path | None = None) -> None:
         self._servers: WeakKeyDictionary[Desktop, Any] = WeakKeyDictionary()
         self._jail = jail
-        self._setup = Setup(self.server, allowed_urls)
+        self._setup = Setup(self.server, allowed_urls, downloads=downloads)
 
     async def setup(self, desktop: Desktop, request: SetupRequest, timeout_s: float) -> SetupReply:
         """Raises TaskError, SandboxError."""

@@ -94,7 +94,7 @@ def _run(command: list[str]) -> str:
     return done.stdout
 
 
-def main(arguments: list[str]) -> int:
+def main(arguments: list[str] | None = None) -> int:
     """`slime-cua sandbox install-evaluators [--dir DIR] [--python PYTHON]`."""
     import argparse
 

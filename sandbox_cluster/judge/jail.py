@@ -1,6 +1,7 @@
 """One short-lived process in bubblewrap: no network, no host files, few resources, killed as a tree.
 
 The job and its files come in through file descriptors, the answer leaves through one: no path is shared with the host.
+Files are the judge's own copies: some metrics unpack an archive beside it.
 """
 
 from __future__ import annotations
@@ -164,9 +165,11 @@ class Jail:
         if upstream:
             shown = ["--ro-bind", upstream.folder, upstream.folder]
             program = [f"{upstream.folder}/bin/python", "-I"]
-        arguments = [*_BWRAP, *shown]
+        arguments = [*_BWRAP, *shown, "--size", str(config.file_bytes + sum(map(_size, handles.values())))]
+        arguments += ["--tmpfs", "/job/in"]
         for name, handle in handles.items():
-            arguments += ["--perms", "0444", "--ro-bind-data", str(handle), f"/job/{name}"]
+            how = "--file" if name.startswith("in/") else "--ro-bind-data"
+            arguments += ["--perms", "0644", how, str(handle), f"/job/{name}"]
         program += ["/job/runner.py", str(answer)]
         try:
             return await asyncio.create_subprocess_exec(
@@ -260,6 +263,10 @@ def _read_answer(data: bytes, returncode: int | None, output: str) -> Verdict:
     if not math.isfinite(score) or not 0.0 <= score <= 1.0:
         return Verdict(None, f"the judge returned {score}, not a number in [0, 1]", output=output)
     return Verdict(score, raised=reply.get("raised"), output=output)
+
+
+def _size(handle: int) -> int:
+    return os.fstat(handle).st_size
 
 
 @contextlib.contextmanager

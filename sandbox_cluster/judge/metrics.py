@@ -28,12 +28,13 @@ def is_in_list(result: Any, rules: dict[str, Any]) -> float:
     return float(result is not None and rules["expected"] in result)
 
 
-def literal_match(result: Any, rules: dict[str, Any], type: str = "str", ignore_case: bool = False) -> float:
-    """1 if result and rules["expected"] are the same text or the same list of texts."""
-    expected = rules["expected"]
+def literal_match(result: Any, expected: Any, type: str = "str", ignore_case: bool = False) -> float:
+    """1 if result and expected (the rules themselves) are the same text or the same list of texts."""
     if result is None:
         return 0.0
     if type == "list":
+        if not isinstance(result, list) or not isinstance(expected, list):
+            return 0.0
         given, wanted = [str(one) for one in result], [str(one) for one in expected]
     else:
         given, wanted = [str(result)], [str(expected)]
@@ -63,14 +64,21 @@ def check_direct_json_object(result: Any, rules: dict[str, Any]) -> float:
     if not isinstance(result, dict):
         return 0.0
     is_loose = bool(rules.get("expect_in_result", False))
-    return float(all(_agrees(result.get(key), value, is_loose) for key, value in rules["expected"].items()))
+    expected = dict(rules["expected"])
+    is_unordered = bool(expected.pop("ignore_list_order", False))
+    return float(
+        all(_agrees(result.get(key), value, is_loose, is_unordered) for key, value in expected.items())
+    )
 
 
-def _agrees(given: Any, wanted: Any, is_loose: bool) -> bool:
+def _agrees(given: Any, wanted: Any, is_loose: bool, is_unordered: bool) -> bool:
     if not is_loose:
+        if is_unordered and isinstance(given, list) and isinstance(wanted, list):
+            return sorted(map(str, given)) == sorted(map(str, wanted))
         return bool(given == wanted)
-    options = wanted if isinstance(wanted, list) else [wanted]
-    return given is not None and any(option == given or option in given for option in options)
+    if isinstance(wanted, list):
+        return any(one in given if isinstance(given, list) else one == given for one in wanted)
+    return isinstance(wanted, str) and isinstance(given, str | list) and wanted in given
 
 
 def file_exists(result: str | None, rules: dict[str, Any] | None = None) -> float:
@@ -95,21 +103,22 @@ def compare_text_file(
 
 
 def compare_csv(
-    result: str | None, expected: str | None, strict: bool = True, ignore_case: bool = False
+    result: str | None, expected: str | list[str] | None, strict: bool = True, ignore_case: bool = False
 ) -> float:
-    """1 if the two files hold the same rows; not strict: cells are stripped and empty rows left out."""
+    """1 if the file holds the rows of `expected`, or of one of several; not strict: cells are stripped and empty rows left out."""
     if result is None:
         return 0.0
-    tables = []
-    for path in (result, _needed(expected)):
-        with Path(path).open(newline="") as file:
-            rows = list(csv.reader(file))
-        if not strict:
-            rows = [[cell.strip() for cell in row] for row in rows if any(cell.strip() for cell in row)]
-        if ignore_case:
-            rows = [[cell.lower() for cell in row] for row in rows]
-        tables.append(rows)
-    return float(tables[0] == tables[1])
+    wanted = expected if isinstance(expected, list) else [expected]
+    given = _rows(result, strict, ignore_case)
+    return float(any(given == _rows(_needed(one), strict, ignore_case) for one in wanted))
+
+
+def _rows(path: str, strict: bool, ignore_case: bool) -> list[list[str]]:
+    with Path(path).open(newline="") as file:
+        rows = list(csv.reader(file))
+    if not strict:
+        rows = [[cell.strip() for cell in row] for row in rows if any(cell.strip() for cell in row)]
+    return [[cell.lower() for cell in row] for row in rows] if ignore_case else rows
 
 
 def compare_json(result: str | None, expected: str | None) -> float:

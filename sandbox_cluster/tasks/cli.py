@@ -6,6 +6,7 @@ import argparse
 import asyncio
 import json
 import os
+import secrets
 import sys
 import tempfile
 from pathlib import Path
@@ -24,6 +25,17 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--screen", default="640x384", help="WIDTHxHEIGHT in pixels")
     parser.add_argument("--parallel", type=int, default=2)
     parser.add_argument("--limit", type=int, default=0, help="check only so many tasks; 0: all")
+    parser.add_argument(
+        "--report",
+        type=Path,
+        help="JSON lines, one a task as it ends; what stands there is not checked again",
+    )
+    parser.add_argument(
+        "--allow-url",
+        action="append",
+        default=[],
+        help="beginning of URLs that download steps may fetch on the desktops started here; repeatable",
+    )
     parser.add_argument("--quarantine", type=Path, help="write the ids of bad tasks and why, as JSON lines")
     return parser.parse_args(arguments)
 
@@ -68,23 +80,39 @@ async def _run(options: argparse.Namespace) -> int:
         ) as client:
             return await _check(client, tasks, options)
     with tempfile.TemporaryDirectory(prefix="slime-cua-check-") as folder:
-        async with LocalCluster(config, Path(folder)) as cluster:
+        allowed = tuple(word for url in options.allow_url for word in ("--allow-url", url))
+        async with LocalCluster(config, Path(folder), host_arguments=allowed) as cluster:
             async with SandboxClient(cluster.url, cluster.token, config) as client:
                 return await _check(client, tasks, options)
 
 
 async def _check(client: object, tasks: list, options: argparse.Namespace) -> int:  # type: ignore[type-arg]
     from sandbox_cluster.client import SandboxClient
-    from sandbox_cluster.tasks.check import check_tasks
+    from sandbox_cluster.tasks.check import append_report, check_tasks, digest_of, read_report
     from slime_cua.core.files import write_atomic
 
     assert isinstance(client, SandboxClient)
-    bad = []
-    async for finding in check_tasks(client, tasks, num_parallel=options.parallel):
-        if not finding.is_good:
-            bad.append({"task_id": finding.task_id, "reason": finding.reason})
-            print(f"BAD  {finding.task_id}: {finding.reason}")
+    known = read_report(options.report) if options.report else {}
+    findings = [known[key] for task in tasks if (key := (task.id, digest_of(task))) in known]
+    left = [task for task in tasks if (task.id, digest_of(task)) not in known]
+    if findings:
+        print(f"{len(findings)} of {len(tasks)} tasks stand in {options.report}")
+    prefix = f"check-{secrets.token_hex(4)}"
+    async for finding in check_tasks(client, left, num_parallel=options.parallel, key=prefix):
+        findings.append(finding)
+        if options.report:
+            append_report(options.report, finding)
+        place = f"[{len(findings)}/{len(tasks)}]"
+        print(
+            f"{place} {finding.state:9} {finding.task_id} {finding.seconds:.1f} s {finding.reason}",
+            flush=True,
+        )
+    bad = [finding for finding in findings if finding.state == "bad"]
     if options.quarantine:
-        write_atomic(options.quarantine, "".join(json.dumps(one) + "\n" for one in bad).encode())
-    print(f"{len(tasks) - len(bad)} of {len(tasks)} tasks score exactly 0 before the first action")
-    return 1 if bad else 0
+        lines = [json.dumps({"task_id": one.task_id, "reason": one.reason}) + "\n" for one in bad]
+        write_atomic(options.quarantine, "".join(lines).encode())
+    num_good = sum(finding.is_good for finding in findings)
+    print(f"{num_good} of {len(tasks)} tasks score exactly 0 before the first action, {len(bad)} are bad")
+    if num_good + len(bad) < len(tasks):
+        print("the others could not be checked: no desktop was to be had; run the same command again")
+    return 0 if num_good == len(tasks) else 1

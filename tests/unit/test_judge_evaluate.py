@@ -173,7 +173,8 @@ METRICS: list[tuple[str, Any, Any, dict[str, Any], float]] = [
     ("check_include_exclude", None, {"include": []}, {}, 0.0),
     ("check_direct_json_object", '{"a": 1, "b": 2}', {"expected": {"a": 1}}, {}, 1.0),
     ("check_direct_json_object", "{broken", {"expected": {"a": 1}}, {}, 0.0),
-    ("literal_match", "A", {"expected": "a"}, {"ignore_case": True}, 1.0),
+    ("literal_match", "A", "a", {"ignore_case": True}, 1.0),
+    ("literal_match", "A", {"expected": "A"}, {}, 0.0),
 ]
 
 
