@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import secrets
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 
 import numpy as np
@@ -16,6 +16,7 @@ from sandbox_cluster.api import EvaluateReply, ExecuteReply, Requirements
 from sandbox_cluster.client import SandboxClient, Shot
 from slime_cua.config.sandbox import SandboxConfig
 from slime_cua.core.actions import CodeAction, GuiAction
+from slime_cua.core.errors import SandboxError
 from slime_cua.core.types import Task
 
 
@@ -25,16 +26,35 @@ class GatewayDesktops:
     def __init__(self, url: str, token: str, config: SandboxConfig, *, is_blind: bool = False) -> None:
         self._client = SandboxClient(url, token, config, owner=f"rollout-{secrets.token_hex(4)}")
         self._is_blind = is_blind
+        self._num_leased = 0
         self._requirements = Requirements(screen_wh_px=config.screen_wh_px)
 
     @asynccontextmanager
     async def lease(self, task: Task, episode_id: str) -> AsyncIterator[DesktopPort]:
-        """A clean desktop until the block ends. The key is fresh: an episode played again must not get the old desktop."""
-        key = f"{episode_id}-{secrets.token_hex(8)}"
-        async with self._client.lease(
-            key=key, task_id=task.id, episode_id=episode_id, requirements=self._requirements
-        ) as sandbox:
+        """A clean desktop until the block ends. The key is fresh: an episode played again must not get the old desktop.
+
+        While other episodes have desktops it queues again for one, however long: after the loss of a host there are fewer
+        desktops than episodes, and that makes a run slow, not wrong. Raises SandboxError when nobody has one and none
+        becomes free within acquire_timeout_s.
+        """
+        async with AsyncExitStack() as stack:
+            while True:
+                key = f"{episode_id}-{secrets.token_hex(8)}"
+                lease = self._client.lease(
+                    key=key, task_id=task.id, episode_id=episode_id, requirements=self._requirements
+                )
+                try:
+                    sandbox = await stack.enter_async_context(lease)
+                    break
+                except SandboxError as error:
+                    if not (str(error).startswith("unavailable") and self._num_leased):
+                        raise
+            self._num_leased += 1
+            stack.callback(self._given_back)
             yield Blindfold(sandbox) if self._is_blind else sandbox
+
+    def _given_back(self) -> None:
+        self._num_leased -= 1
 
     async def close(self) -> None:
         await self._client.close()

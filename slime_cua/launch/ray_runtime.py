@@ -30,6 +30,7 @@ SECRET = re.compile(r"(KEY|TOKEN|SECRET|PASSWORD)", re.IGNORECASE)
 OBJECT_STORE_BYTES = 256 << 20
 FOLDER_PREFIX = "slime_cua_ray_"
 FOLDER_PARENT = Path("/tmp")
+NUM_STARTS = 5
 KILL_S = 2.0
 """An actor that Ray was told to end has so long."""
 
@@ -75,13 +76,7 @@ def ray_runtime(
         stack.callback(ray.shutdown)
         try:
             with kept_handlers():
-                ray.init(
-                    address=address,
-                    include_dashboard=False,
-                    log_to_driver=False,
-                    logging_level=logging.ERROR,
-                    **options,
-                )
+                _init_ray(address, options)
         except (ConnectionError, RuntimeError, TimeoutError) as error:
             where = (
                 f"the Ray cluster RAY_ADDRESS={address} cannot be joined" if address else "Ray did not start"
@@ -96,6 +91,33 @@ def ray_runtime(
         session = "" if address else options["_temp_dir"]
         (log_dir / "ray_job").write_text(f"{ray.get_runtime_context().get_job_id()} {session}\n")
         yield
+
+
+def _init_ray(address: str | None, options: Mapping[str, Any]) -> None:
+    """ray.init. A Ray of our own is tried NUM_STARTS times: its node has 30 s to start, which a busy machine exceeds.
+
+    Raises TimeoutError when it never came up, and what ray.init raises otherwise.
+    """
+    import ray
+
+    for number in range(1, NUM_STARTS + 1):
+        try:
+            ray.init(
+                address=address,
+                include_dashboard=False,
+                log_to_driver=False,
+                logging_level=logging.ERROR,
+                **options,
+            )
+            return
+        except Exception as error:  # Ray raises a plain Exception here
+            if "timed out during startup" not in str(error):
+                raise
+            ray.shutdown()
+            if address or number == NUM_STARTS:
+                raise TimeoutError(
+                    f"its node was not up within 30 s, {number} times: the machine is too busy"
+                ) from error
 
 
 @contextmanager
