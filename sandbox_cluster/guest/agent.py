@@ -143,6 +143,14 @@ class Agent:
 
     # operations
 
+    def op_environment(self, request, files):
+        """Variables of programs started from now on; null takes one away."""
+        for name, value in request["values"].items():
+            ENVIRONMENT.pop(name, None)
+            if value is not None:
+                ENVIRONMENT[name] = value
+        self.answer(request["id"], {})
+
     def op_unpack(self, request, files):
         """Write many files from one attached file: entries are [path, mode, size] in its order."""
         with os.fdopen(os.dup(files[0]), "rb") as source:

@@ -13,7 +13,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
 
 from sandbox_cluster.api import Settle
-from sandbox_cluster.guest import windows
+from sandbox_cluster.guest import extras, windows
 from sandbox_cluster.guest.pyautogui import DEFAULT_PAUSE_S, NotUnderstoodError, compile_program
 from sandbox_cluster.providers.base import HOME
 from sandbox_cluster.providers.desktop import Desktop
@@ -23,8 +23,6 @@ EXECUTE_TIMEOUT_S = 120.0
 PYTHON_TIMEOUT_S = 30.0
 BASH_TIMEOUT_S = 100.0
 MAX_BASH_TIMEOUT_S = 3600.0
-_AT_REASON = "this desktop runs without an accessibility bus"
-_EMPTY_TREE = '<desktop-frame xmlns:st="https://accessibility.ubuntu.example.org/ns/state"/>'
 _NO_SETTLE = Settle(quiet_ms=0, max_ms=0)
 
 
@@ -45,6 +43,7 @@ def create_app(desktop: Desktop, pause_s: float = DEFAULT_PAUSE_S) -> FastAPI:
     _script_routes(app, desktop)
     _file_routes(app, desktop)
     _program_routes(app, desktop)
+    extras.add_routes(app, desktop)
     return app
 
 
@@ -56,14 +55,6 @@ def _look_routes(app: FastAPI, desktop: Desktop) -> None:
     @app.get("/screenshot")
     async def screenshot() -> Response:
         return Response((await desktop.screenshot()).png, media_type="image/png")
-
-    @app.get("/accessibility")
-    async def accessibility() -> Any:
-        return {"AT": _EMPTY_TREE, "reason": _AT_REASON}
-
-    @app.get("/terminal")
-    async def terminal() -> Any:
-        return {"output": None, "status": "success"}
 
     @app.get("/platform")
     async def platform() -> Response:
@@ -231,13 +222,6 @@ def _file_routes(app: FastAPI, desktop: Desktop) -> None:
     @app.post("/desktop_path")
     async def desktop_path() -> Any:
         return {"desktop_path": f"{HOME}/Desktop"}
-
-    @app.post("/wallpaper")
-    @app.post("/setup/change_wallpaper")
-    @app.post("/start_recording")
-    @app.post("/end_recording")
-    async def not_offered(request: Request) -> Response:
-        return _error(501, f"{request.url.path} is not offered by local desktops")
 
     @app.post("/setup/download_file")
     async def download_file() -> Response:

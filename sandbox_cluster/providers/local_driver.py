@@ -27,6 +27,7 @@ ANSWER_TIMEOUT_S = 20.0
 """For a file or a process start; programs get their own time-out on top."""
 MIN_POLL_S = 0.01
 WM_POLL_S = 0.01
+AT_LAUNCHER = "/usr/libexec/at-spi-bus-launcher"
 
 
 class Workers:
@@ -83,6 +84,15 @@ class LocalDriver:
         unpacked, _ = await asyncio.gather(ask("unpack", {"entries": entries}, wait_s, data), self._start_x())
         unpacked.close()
         await self._start_window_manager()
+        if self._config.accessibility:
+            await self._start_accessibility()
+
+    async def _start_accessibility(self) -> None:
+        """The bus on which GTK and Qt programs tell what they show; it costs 26 MB and every program some start-up time."""
+        values = {"NO_AT_BRIDGE": None, "GTK_MODULES": "gail:atk-bridge", "QT_ACCESSIBILITY": "1"}
+        (await self._link.ask("environment", {"values": values}, ANSWER_TIMEOUT_S)).close()
+        argv = (AT_LAUNCHER, "--launch-immediately", "--a11y=1")
+        await self._run(Command(argv, cwd="/", is_detached=True))
 
     async def _start_window_manager(self) -> None:
         argv = ("openbox", "--sm-disable", "--config-file", WM_CONFIG)

@@ -24,6 +24,7 @@ DESKTOP_PACKAGES = (
     "xvfb xauth x11-xkb-utils openbox bubblewrap wmctrl xdotool xterm mousepad galculator pcmanfm gnumeric python3-tk "
     "dbus dbus-x11 fonts-dejavu-core fontconfig x11-utils"
 )
+_ACCESSIBILITY = ("/usr/libexec/at-spi-bus-launcher", "/usr/lib/python3/dist-packages/gi")
 _MAX_SIDE_PX = 8192
 
 
@@ -48,6 +49,11 @@ def check_machine(config: DesktopConfig) -> None:
     width, height = config.screen_wh_px
     if not (64 <= width <= _MAX_SIDE_PX and 64 <= height <= _MAX_SIDE_PX):
         raise PreflightError(f"screen_wh_px = {config.screen_wh_px}: each side must be in 64..{_MAX_SIDE_PX}")
+    if config.accessibility and not all(Path(path).exists() for path in _ACCESSIBILITY):
+        raise PreflightError(
+            "sandbox.accessibility needs AT-SPI; as root: apt-get install -y --no-install-recommends "
+            "at-spi2-core gir1.2-atspi-2.0 python3-gi"
+        )
     fault = explain(gather(user=config.first_uid if os.getuid() == 0 else None))
     if fault is not None:
         raise PreflightError(fault)

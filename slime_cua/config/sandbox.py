@@ -82,6 +82,8 @@ class DesktopConfig(ConfigModel):
     """GTK theme."""
     background: str = Field("#3b4252", pattern="^#[0-9a-fA-F]{6}$")
     """Colour of the empty desktop."""
+    accessibility: bool = False
+    """Programs tell their accessibility tree (/accessibility, /terminal): 26 MB and slower program starts."""
     golden_home: str = ""
     """Folder copied into HOME of every desktop before anything starts; empty: HOME has our settings only."""
     first_uid: int = Field(60000, ge=1)
