@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from sandbox_cluster.judge.evaluators import INSTALL, Evaluators, find_evaluators
+from sandbox_cluster.providers.seccomp import jail_program
 from slime_cua.core.errors import JudgeError, PreflightError
 
 HERE = Path(__file__).parent
@@ -32,8 +33,9 @@ _BWRAP = shlex.split(
     --die-with-parent --as-pid-1 --new-session --uid 1000 --gid 1000 --hostname judge
     --ro-bind /usr /usr --symlink usr/bin /bin --symlink usr/lib /lib --symlink usr/lib64 /lib64
     --ro-bind-try /etc/ld.so.cache /etc/ld.so.cache --ro-bind-try /etc/localtime /etc/localtime
-    --proc /proc --dev /dev --size 67108864 --tmpfs /tmp --chdir /tmp"""
+    --proc /proc --dev /dev --size 1048576 --tmpfs /dev/shm --remount-ro /dev --size 67108864 --tmpfs /tmp --chdir /tmp"""
 )
+_FILTER = "filter"
 _ENVIRONMENT = {
     "PATH": "/usr/bin:/bin",
     "HOME": "/tmp",
@@ -133,6 +135,7 @@ class Jail:
         inside = {
             **{name: (HERE / name).read_bytes() for name in ("runner.py", "metrics.py", "parsers.py")},
             "job.json": json.dumps(body).encode(),
+            _FILTER: jail_program(),
             **{f"in/{name}": data for name, data in files.items()},
         }
         with contextlib.ExitStack() as stack:
@@ -166,8 +169,10 @@ class Jail:
             shown = ["--ro-bind", upstream.folder, upstream.folder]
             program = [f"{upstream.folder}/bin/python", "-I"]
         arguments = [*_BWRAP, *shown, "--size", str(config.file_bytes + sum(map(_size, handles.values())))]
-        arguments += ["--tmpfs", "/job/in"]
+        arguments += ["--tmpfs", "/job/in", "--seccomp", str(handles[_FILTER])]
         for name, handle in handles.items():
+            if name == _FILTER:
+                continue
             how = "--file" if name.startswith("in/") else "--ro-bind-data"
             arguments += ["--perms", "0644", how, str(handle), f"/job/{name}"]
         program += ["/job/runner.py", str(answer)]

@@ -3,7 +3,7 @@
 OS-Helix' rule, "if execution raises an exception, it returns the score accumulated before the exception", is kept for a
 judge that accumulates in a local variable called `score`: the value it had when the exception left the judge's own frame.
 Faults that say nothing about the result (a missing library, no memory, a name that does not exist, a started process)
-stay faults: no score.
+stay faults: no score. desktop-env's libraries and metrics try to start programs and go on without; that is no fault.
 """
 
 import json
@@ -38,7 +38,7 @@ def main() -> None:
         sys.path.append("/site")
     sys.addaudithook(_watch)
     reply = _run(job)
-    if _started:
+    if _started and job["kind"] != "upstream":
         reply = {"fault": f"the judge tried to start a process ({_started[0]})"}
     sys.stdout.flush()
     os.write(out, json.dumps(reply).encode()[:60000] + b"\n")

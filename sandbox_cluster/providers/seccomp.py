@@ -33,6 +33,11 @@ _DENIED_AARCH64 = {
     "move_mount": 429, "fsopen": 430, "fsconfig": 431, "fsmount": 432, "fspick": 433, "pidfd_getfd": 438,
     "mount_setattr": 442, "quotactl_fd": 443,
 }  # fmt: skip
+_JAIL_X86_64 = {
+    "shmget": 29, "fork": 57, "vfork": 58, "msgget": 68, "memfd_create": 319, "memfd_secret": 447,
+}  # fmt: skip
+_JAIL_AARCH64 = {"msgget": 186, "shmget": 194, "memfd_create": 279, "memfd_secret": 447}
+_JAIL = {"x86_64": _JAIL_X86_64, "aarch64": _JAIL_AARCH64}
 _MACHINES = {"x86_64": (0xC000003E, _DENIED_X86_64), "aarch64": (0xC00000B7, _DENIED_AARCH64)}
 _CLONE = {"x86_64": 56, "aarch64": 220}
 _CLONE3 = 435
@@ -42,6 +47,8 @@ _NUMBER_OFFSET, _ARCH_OFFSET, _FIRST_ARGUMENT_OFFSET = 0, 4, 16
 _X32_BIT = 0x40000000
 _NAMESPACE_BITS = 0x7E020000
 """CLONE_NEWNS | NEWCGROUP | NEWUTS | NEWIPC | NEWUSER | NEWPID | NEWNET."""
+_THREAD_BIT = 0x00010000
+"""CLONE_THREAD."""
 
 
 def denylist_program(machine: str | None = None) -> bytes:
@@ -51,13 +58,19 @@ def denylist_program(machine: str | None = None) -> bytes:
     ENOSYS, on which the C library falls back to clone.
     PreflightError for a machine without a table.
     """
-    machine = machine or platform.machine()
+    return _program(machine or platform.machine(), is_jail=False)
+
+
+def jail_program(machine: str | None = None) -> bytes:
+    """The filter of a judge: besides, no new process (threads may be), and no memory that no limit of a process counts."""
+    return _program(machine or platform.machine(), is_jail=True)
+
+
+def _program(machine: str, is_jail: bool) -> bytes:
     if machine not in _MACHINES:
-        raise PreflightError(
-            f"local desktops have no system call filter for {machine}; use {', '.join(_MACHINES)}"
-        )
+        raise PreflightError(f"there is no system call filter for {machine}; use {', '.join(_MACHINES)}")
     arch, table = _MACHINES[machine]
-    numbers = sorted(table.values())
+    numbers = sorted({*table.values(), *(_JAIL[machine].values() if is_jail else ())})
     code = [_op(_LOAD, _ARCH_OFFSET), _op(_JUMP_EQUAL, arch, 1, 0), _op(_RETURN, _KILL)]
     code += [_op(_LOAD, _NUMBER_OFFSET)]
     if machine == "x86_64":
@@ -67,7 +80,10 @@ def denylist_program(machine: str | None = None) -> bytes:
     code += [_op(_JUMP_EQUAL, _CLONE3, 0, 1), _op(_RETURN, _MISSING)]
     code += [_op(_JUMP_EQUAL, _CLONE[machine], 1, 0), _op(_RETURN, _ALLOW)]
     code += [_op(_LOAD, _FIRST_ARGUMENT_OFFSET), _op(_JUMP_ANY_BIT, _NAMESPACE_BITS, 0, 1)]
-    code += [_op(_RETURN, _REFUSE), _op(_RETURN, _ALLOW)]
+    code += [_op(_RETURN, _REFUSE)]
+    if is_jail:
+        code += [_op(_JUMP_ANY_BIT, _THREAD_BIT, 1, 0), _op(_RETURN, _REFUSE)]
+    code += [_op(_RETURN, _ALLOW)]
     return b"".join(code)
 
 

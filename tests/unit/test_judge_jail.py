@@ -122,12 +122,36 @@ async def test_a_judge_that_leaves_without_an_answer_is_invalid() -> None:
         "open('/usr/bin/owned', 'w')\nreturn 1.0",
         "open('/job/job.json', 'w')\nreturn 1.0",
         "open('/tmp/big', 'wb').write(bytes(200 << 20))\nreturn 1.0",
-        "import os\nos.kill(2, 9) if False else os.setuid(0)\nreturn 1.0",
+        "import os\nos.setuid(0)\nreturn 1.0",
+        "for n in range(40): open(f'/dev/shm/{n}', 'wb').write(bytes(60 << 20))\nreturn 1.0",
+        "for n in range(40): open(f'/job/in/{n}', 'wb').write(bytes(60 << 20))\nreturn 1.0",
+        "open('/dev/owned', 'w')\nreturn 1.0",
+        "import os\nos.memfd_create('unseen')\nreturn 1.0",
+        "open('/proc/sys/kernel/core_pattern', 'w').write('|/tmp/x')\nreturn 1.0",
+        "open('/proc/sysrq-trigger', 'w').write('b')\nreturn 1.0",
+        "open('/proc/2/mem', 'rb')\nreturn 1.0",
+        "import socket\nsocket.socket(socket.AF_UNIX).connect('\\0/tmp/.X11-unix/X0')\nreturn 1.0",
+        *(
+            f"import ctypes\nif ctypes.CDLL(None).{call} == -1: raise OSError\nreturn 1.0"
+            for call in (
+                "ptrace(0, 0, 0, 0)",
+                "unshare(0x10000000)",
+                "mount(b'none', b'/tmp', b'tmpfs', 0, 0)",
+                "fork()",
+                "shmget(0, 1 << 28, 0o1600)",
+                "syscall(321, 0, 0, 0)",
+            )
+        ),
     ],
 )
 async def test_the_jail_holds(attempt: str) -> None:
     verdict = await judge(attempt)
     assert verdict.score is None, verdict.output
+
+
+async def test_a_judge_may_have_threads() -> None:
+    body = "import threading\nseen = []\nt = threading.Thread(target=seen.append, args=(1,))\nt.start()\nt.join()\nreturn len(seen)"
+    assert (await judge(body)).score == 1.0
 
 
 async def test_a_judge_sees_no_other_process_and_no_environment() -> None:
