@@ -13,7 +13,9 @@ import json
 import random
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -118,10 +120,10 @@ async def measure(url: str, model: Path, options: argparse.Namespace) -> dict[st
     """Both phases, after one warm-up episode (kernels that are compiled at first use)."""
     processor = ImageProcessorConfig.from_hf(model)
     width, height = (int(side) for side in options.size.split("x"))
-    pngs = [
-        [screenshot_png(1000 * e + t, width, height) for t in range(options.turns)]
-        for e in range(options.episodes + 1)
-    ]
+    seeds = [[1000 * e + t for t in range(options.turns)] for e in range(options.episodes + 1)]
+    with ThreadPoolExecutor() as pool:
+        draw = partial(screenshot_png, width=width, height=height)
+        pngs = [list(pool.map(draw, row)) for row in seeds]
     sent: list[Request] = []
     async with EngineClient([url], processor, request_timeout_s=options.timeout_s) as client:
         async with asyncio.timeout(options.timeout_s):
