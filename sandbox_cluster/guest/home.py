@@ -12,6 +12,8 @@ from slime_cua.core.errors import ConfigError
 
 FONT, MONO_FONT = "DejaVu Sans", "DejaVu Sans Mono"
 WM_CONFIG = f"{HOME}/.config/openbox/rc.xml"
+_LOCKS = {"SingletonLock", "SingletonCookie", "SingletonSocket", "parent.lock", ".parentlock"}
+"""Of Chromium (links there, which are not copied anyway), Firefox and Thunderbird."""
 FOLDERS = {"DESKTOP": "Desktop", "DOCUMENTS": "Documents", "DOWNLOAD": "Downloads", "PICTURES": "Pictures"}
 
 
@@ -131,6 +133,12 @@ def _points(config: DesktopConfig) -> str:
     return f"{config.font_px * 0.75:g}"
 
 
+def _is_lock(path: Path) -> bool:
+    """A lock that a program of another life left in its profile: who finds it waits, asks, or refuses to start."""
+    is_office = path.name == ".lock" and path.parent.parent.name == "libreoffice"
+    return is_office or path.name in _LOCKS or path.name.startswith(".~lock.")
+
+
 def _golden(folder: str) -> list[HomeFile]:
     if not folder:
         return []
@@ -139,7 +147,7 @@ def _golden(folder: str) -> list[HomeFile]:
         raise ConfigError(f"golden_home {folder} is not a folder")
     files = []
     for path in sorted(root.rglob("*")):
-        if path.is_file() and not path.is_symlink():
+        if path.is_file() and not path.is_symlink() and not _is_lock(path):
             target = f"{HOME}/{path.relative_to(root).as_posix()}"
             files.append(HomeFile(target, path.stat().st_mode & 0o777, path.read_bytes()))
     return files

@@ -19,6 +19,7 @@ ROOT = Path("/sys/fs/cgroup")
 FOLDER = "slime_cua"
 _OPEN_FILES = 4096
 _CPU_PERIOD_US = 100_000
+_NICE = 10
 
 
 @dataclass(frozen=True)
@@ -27,17 +28,22 @@ class Backend:
 
     version: int
     folders: tuple[Path, ...] = ()
+    """Version 1: memory, pids and, with has_cpu, cpu."""
+    has_cpu: bool = False
+    """Whether groups limit CPU time, too."""
 
 
 def find_backend(root: Path = ROOT) -> Backend:
     """The best backend of this machine; probing makes our parent folder where that is allowed."""
     own = _own_v2_folder(root)
     if own is not None and _can_make(own / FOLDER, "memory.max"):
-        return Backend(2, (own / FOLDER,))
+        return Backend(2, (own / FOLDER,), has_cpu=_can_make(own / FOLDER, "cpu.max"))
     controllers = {"memory": "memory.limit_in_bytes", "pids": "pids.max"}
     folders = [root / name / FOLDER for name, _ in controllers.items()]
     if all(_can_make(folder, file) for folder, file in zip(folders, controllers.values(), strict=True)):
-        return Backend(1, tuple(folders))
+        cpu = root / "cpu" / FOLDER
+        has_cpu = _can_make(cpu, "cpu.cfs_quota_us")
+        return Backend(1, (*folders, cpu) if has_cpu else tuple(folders), has_cpu)
     return Backend(0)
 
 
@@ -51,10 +57,16 @@ def make_groups(backend: Backend, name: str, config: DesktopConfig) -> tuple[Pat
         _write(groups[0] / "memory.max", memory_bytes)
         _write(groups[0] / "memory.swap.max", 0, must=False)
         _write(groups[0] / "pids.max", config.num_processes)
+        if backend.has_cpu:
+            quota = f"{int(config.num_cpus * _CPU_PERIOD_US)} {_CPU_PERIOD_US}"
+            _write(groups[0] / "cpu.max", quota)
     elif backend.version == 1:
         _write(groups[0] / "memory.limit_in_bytes", memory_bytes)
         _write(groups[0] / "memory.memsw.limit_in_bytes", memory_bytes, must=False)
         _write(groups[1] / "pids.max", config.num_processes)
+        if backend.has_cpu:
+            _write(groups[2] / "cpu.cfs_period_us", _CPU_PERIOD_US)
+            _write(groups[2] / "cpu.cfs_quota_us", int(config.num_cpus * _CPU_PERIOD_US))
     return groups
 
 
@@ -95,7 +107,8 @@ def sweep(backend: Backend, min_age_s: float = 60.0) -> int:
 
 
 def process_limits(config: DesktopConfig, backend: Backend, is_own_user: bool) -> list[str]:
-    """A `prlimit` command line before the program: what it hands down to all it starts.
+    """A `prlimit` command line before the program: what it hands down to all it starts. Without groups that limit CPU time,
+    `nice` comes first: desktops then take what the host's own work leaves.
 
     Open files, no core dumps, file size, processes of its user (not `is_own_user`: the caller's other processes count,
     too), and without groups the data memory of each process.
@@ -109,7 +122,8 @@ def process_limits(config: DesktopConfig, backend: Backend, is_own_user: bool) -
     }
     if backend.version == 0:
         limits["data"] = (resource.RLIMIT_DATA, config.memory_mb << 20)
-    line = ["/usr/bin/prlimit"]
+    line = [] if backend.has_cpu else ["/usr/bin/nice", "-n", str(_NICE)]
+    line.append("/usr/bin/prlimit")
     for name, (kind, value) in limits.items():
         _, hard = resource.getrlimit(kind)
         line.append(f"--{name}={value if hard == resource.RLIM_INFINITY else min(value, hard)}")
@@ -141,16 +155,24 @@ def _can_make(folder: Path, file: str) -> bool:
         if not folder.parent.is_dir():
             return False
         with contextlib.suppress(OSError):
-            (folder.parent / "cgroup.subtree_control").write_text("+memory +pids")
+            _enable(folder.parent)
         folder.mkdir(exist_ok=True)
         with contextlib.suppress(OSError):
-            (folder / "cgroup.subtree_control").write_text("+memory +pids")
+            _enable(folder)
         probe.mkdir()
         is_there = (probe / file).is_file() and os.access(probe / file, os.W_OK)
         probe.rmdir()
         return is_there
     except OSError:
         return False
+
+
+def _enable(folder: Path) -> None:
+    """Controllers for the groups in `folder` (version 2); without cpu where that is not delegated. OSError when refused."""
+    control = folder / "cgroup.subtree_control"
+    control.write_text("+memory +pids")
+    with contextlib.suppress(OSError):
+        control.write_text("+cpu")
 
 
 def _members(group: Path) -> list[int]:
@@ -170,7 +192,7 @@ def _processes_of(uid: int) -> int:
     return count
 
 
-def _write(file: Path, value: int, must: bool = True) -> None:
+def _write(file: Path, value: int | str, must: bool = True) -> None:
     try:
         file.write_text(str(value))
     except OSError:

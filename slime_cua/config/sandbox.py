@@ -71,6 +71,8 @@ class DesktopConfig(ConfigModel):
     memory_mb: int = Field(512, ge=64)
     num_processes: int = Field(128, ge=16)
     """Processes and threads alive at once inside one desktop."""
+    num_cpus: float = Field(2.0, ge=0.1)
+    """CPU time of one desktop, in cores; where the machine's groups can limit it. Elsewhere desktops run at a lower priority."""
     disk_mb: int = Field(256, ge=16)
     """Size of HOME and of /tmp, each, at most a quarter of memory_mb: both are memory and vanish with the desktop."""
     boot_timeout_s: float = Field(30.0, gt=0)

@@ -231,6 +231,22 @@ async def test_a_frozen_guest_clock_is_stepped_before_hand_out_and_one_that_cann
     assert not driver.is_alive
 
 
+async def test_an_answer_that_is_no_picture_is_not_health() -> None:
+    """Case R41: HTTP 200 alone is not healthy."""
+    from sandbox_cluster.providers.osworld_driver import OSWorldDriver, make_ready
+    from sandbox_cluster.wire import Reply
+
+    class Blind(_Clock):
+        async def call(self, method, path, body=b"", kind="", timeout_s=1.0):  # type: ignore[no-untyped-def,override]
+            return Reply(200, {}, b"<html>starting</html>")
+
+    async def end() -> None:
+        pass
+
+    with pytest.raises(SandboxError, match=r"was not ready in 0\.5 s"):
+        await make_ready(OSWorldDriver(Blind(0.0, True), (8, 8), {}, end), 0.5, "password")
+
+
 def test_the_watching_program_gives_the_error_number_of_a_bad_start() -> None:
     request = {
         "op": "run",

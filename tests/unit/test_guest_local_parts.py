@@ -151,6 +151,28 @@ def test_without_groups_each_process_gets_a_memory_limit() -> None:
     assert not any("data" in part for part in limits.process_limits(config, limits.Backend(2), True))
 
 
+@pytest.mark.parametrize(
+    ("version", "written"),
+    [
+        (2, {"0/x/cpu.max": "50000 100000", "0/x/memory.max": str(100 << 20)}),
+        (1, {"2/x/cpu.cfs_quota_us": "50000", "2/x/cpu.cfs_period_us": "100000", "1/x/pids.max": "40"}),
+    ],
+)
+def test_groups_limit_cpu_time_in_both_versions(
+    tmp_path: Path, version: int, written: dict[str, str]
+) -> None:
+    folders = tuple(tmp_path / str(number) for number in range(1 if version == 2 else 3))
+    config = DesktopConfig(memory_mb=100, num_processes=40, num_cpus=0.5)
+    limits.make_groups(limits.Backend(version, folders, has_cpu=True), "x", config)
+    assert {path: (tmp_path / path).read_text() for path in written} == written
+
+
+def test_without_groups_for_cpu_time_desktops_give_way() -> None:
+    config = DesktopConfig()
+    assert limits.process_limits(config, limits.Backend(0), True)[:3] == ["/usr/bin/nice", "-n", "10"]
+    assert limits.process_limits(config, limits.Backend(1, has_cpu=True), True)[0] == "/usr/bin/prlimit"
+
+
 def test_no_group_folder_means_no_groups(tmp_path: Path) -> None:
     assert limits.find_backend(tmp_path).version == 0
     assert limits.make_groups(limits.Backend(0), "x", DesktopConfig()) == ()
