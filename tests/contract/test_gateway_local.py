@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import psutil
 import pytest
 from pydantic import TypeAdapter
@@ -138,3 +139,58 @@ async def test_the_host_collects_the_orphans_of_ended_sandboxes(
             break
         await asyncio.sleep(0.1)
     assert zombies == []
+
+
+WEBSOCKET = """
+import base64, hashlib, json, socket, struct
+server = socket.create_server(("127.0.0.1", 9222))
+while True:
+    peer, _ = server.accept()
+    head = b""
+    while b"\\r\\n\\r\\n" not in head:
+        head += peer.recv(4096)
+    lines = dict(line.lower().split(": ", 1) for line in head.decode().split("\\r\\n") if ": " in line)
+    raw = {line.split(": ", 1)[0].lower(): line.split(": ", 1)[1] for line in head.decode().split("\\r\\n") if ": " in line}
+    if "sec-websocket-key" not in lines:
+        body = json.dumps({"webSocketDebuggerUrl": "ws://%s/devtools/browser/x" % lines["host"]}).encode()
+        peer.sendall(b"HTTP/1.1 200 OK\\r\\nconnection: close\\r\\ncontent-length: %d\\r\\n\\r\\n" % len(body) + body)
+        peer.close()
+        continue
+    key = raw["sec-websocket-key"] + "258EAFA5-E914-47DA-95CA-C5AB0DC85B11"
+    accept = base64.b64encode(hashlib.sha1(key.encode()).digest())
+    peer.sendall(b"HTTP/1.1 101 x\\r\\nupgrade: websocket\\r\\nconnection: upgrade\\r\\nsec-websocket-accept: " + accept + b"\\r\\n\\r\\n")
+    first, second = peer.recv(2)
+    mask, data = peer.recv(4), peer.recv(second & 127)
+    text = bytes(byte ^ mask[i % 4] for i, byte in enumerate(data)).upper()
+    peer.sendall(struct.pack("BB", 0x81, len(text)) + text)
+"""
+
+
+async def test_a_debugger_inside_a_local_desktop_is_reached_through_the_gateway(
+    cluster: LocalCluster, client: SandboxClient
+) -> None:
+    async with client.lease(key="cdp") as sandbox, aiohttp.ClientSession() as session:
+        base = f"{cluster.url}/g/{sandbox.lease.secret}/cdp"
+        async with session.get(f"{base}/json/version") as reply:
+            assert reply.status == 503 and "port 9222" in (await reply.json())["error"]["message"]
+        await sandbox.setup(
+            Task(
+                id="cdp",
+                instruction="-",
+                config=(
+                    step("upload_file", files=[{"path": "/home/user/ws.py", "content": WEBSOCKET}]),
+                    step("launch", command=["python3", "/home/user/ws.py"]),
+                ),
+                evaluator={},
+            )
+        )
+        for _ in range(200):
+            async with session.get(f"{base}/json/version") as reply:
+                if reply.status == 200:
+                    address = (await reply.json())["webSocketDebuggerUrl"]
+                    break
+            await asyncio.sleep(0.1)
+        assert address == base.replace("http", "ws", 1) + "/devtools/browser/x"
+        async with session.ws_connect(address) as socket:
+            await socket.send_str("hello")
+            assert await socket.receive_str() == "HELLO"
