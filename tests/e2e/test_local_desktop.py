@@ -20,13 +20,16 @@ import httpx
 import pytest
 from PIL import Image
 
-from sandbox_cluster.api import ExecuteReply, ExecuteRequest, Settle, StepRequest
+from sandbox_cluster.api import EvaluateRequest, ExecuteReply, ExecuteRequest, Settle, StepRequest
 from sandbox_cluster.guest.events import Button, Move
 from sandbox_cluster.guest.server import create_app
+from sandbox_cluster.judge.evaluate import evaluate
+from sandbox_cluster.judge.jail import Jail
 from sandbox_cluster.providers import limits
 from sandbox_cluster.providers.base import Capture
 from sandbox_cluster.providers.desktop import Desktop
 from sandbox_cluster.providers.local import LocalProvider
+from sandbox_cluster.tasks.setup import Setup
 from slime_cua.config.sandbox import DesktopConfig
 from slime_cua.core.actions import CodeAction, GuiAction
 from slime_cua.core.coordinates import Point
@@ -360,6 +363,29 @@ async def test_a_program_cannot_end_its_desktop(desktop: Desktop, kind: str) -> 
     await desktop.run("true")
     assert await desktop.get_file("/etc/passwd")
     assert desktop.is_alive
+
+
+@pytest.mark.parametrize("kind", ["kill all", "all processes", "grab the server"])
+async def test_a_policy_cannot_hide_from_its_judge_by_ending_its_desktop(desktop: Desktop, kind: str) -> None:
+    if kind in HIDE:
+        await code(desktop, HIDE[kind])
+    else:
+        await code(desktop, X_CLIENT + HIDE_BEHIND_X[kind], "python")
+    judges = [
+        {
+            "result_getter": {"type": "vm_command_line", "command": ["cat", "/home/user/state"]},
+            "code": "def call_rule_judge_1(result, expected):\n    return float(result == 'right')",
+        },
+        {
+            "result_getter": {"type": "vm_file", "path": "/home/user/state"},
+            "code": "def call_rule_judge_2(result, expected):\n    return float(open(result).read() == 'right') if result else 0.0",
+        },
+    ]
+    request = EvaluateRequest(evaluator={"judges": judges}, last_action="DONE")
+    for state, right in ((b"wrong", 0.0), (b"right", 1.0)):
+        await desktop.put_file("/home/user/state", state)
+        reply = await evaluate(desktop, request, Jail(), Setup(create_app), 120.0)
+        assert reply.score == right, reply
 
 
 async def test_boot_and_kill_leak_no_file_process_mount_or_group(make: Callable[..., LocalProvider]) -> None:
