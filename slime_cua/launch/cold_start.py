@@ -88,7 +88,7 @@ class _SftLoop:
         self._trainer.rebuild = self._rebuild
         if self.step:
             console.say(f"cold start: continuing at step {self.step}")
-            self._rebuild(self._trainer.call)
+            self._trainer.come_back()
         self._since = time.monotonic()
         total = -(-config.num_epochs * len(self._samples) // config.batch_size)
         batches = self._batches_from(self.step)

@@ -52,7 +52,7 @@ class Loop:
             self.state = state
             self._session.console.say(f"continuing at step {self.version}")
             self._run.remove_checkpoints(but=state.checkpoints)
-            self._rebuild(self._trainer.call)
+            self._trainer.come_back()
             self._log_missing_row()
         if self.version:
             self.publish()

@@ -37,6 +37,19 @@ class SteadyTrainer:
         self.num_restarts = 0
         self._group: Group | None = start()
 
+    def come_back(self) -> None:
+        """The group that has only started comes to where `rebuild` brings it.
+
+        Not by `call`: a rank lost on the way means a new group that is brought there as a whole, and nothing after it.
+        """
+        first = self._group
+
+        def work(group: Group) -> None:
+            if group is first:
+                self.rebuild(group.call)
+
+        self._steadily("coming back", work)
+
     def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
         """Run `method` on every rank; rank 0's result."""
         return self._steadily(method, lambda group: group.call(method, *args, **kwargs))

@@ -14,6 +14,7 @@ import random
 import resource
 import shutil
 import signal
+import sys
 import time
 import traceback
 from collections import Counter
@@ -228,6 +229,7 @@ def main() -> None:
         ended(forked(folder, lambda folder=folder, config=config: check(folder, config, model)), folder)
         shutil.rmtree(folder)
         num_runs += 1
+        print(f"run {num_runs}: {dict(moments)}", file=sys.stderr, flush=True)
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     times = {"seconds": time.monotonic() - began, "cpu_seconds": used.ru_utime + used.ru_stime}
     print(json.dumps({"moments": dict(moments), "num_runs": num_runs, **times}))

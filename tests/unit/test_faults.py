@@ -89,6 +89,22 @@ def test_a_lost_rank_means_a_new_group_brought_back_and_the_same_call_again(tmp_
     assert trainer.publish(3, (), use_gpu=False, engine_tp=1) == 3
 
 
+def test_a_rank_lost_while_steps_are_trained_again_means_all_of_them_again_and_none_twice(tmp_path):
+    trainer, groups, _ = make_steady(
+        tmp_path, [[None, None, TrainerLost("rank 0 died")], [TrainerLost("again")], []]
+    )
+
+    def rebuild(call):
+        for step in range(4):
+            call("train_step", step)
+
+    trainer.rebuild = rebuild
+    trainer.come_back()
+    trainer.call("train_step", 4)
+    assert [len(group.calls) for group in groups] == [3, 1, 5]
+    assert groups[2].calls == [("train_step", step) for step in range(5)]
+
+
 def test_what_is_no_loss_is_raised_and_a_group_that_always_dies_ends_the_run(tmp_path):
     trainer, groups, _ = make_steady(tmp_path, [[CheckpointError("another model")]])
     with pytest.raises(CheckpointError, match="another model"):
