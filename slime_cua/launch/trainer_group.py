@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 DEATH_NEWS_S = 5.0
 """Ray needs a moment to see that a process is gone."""
 POLL_S = 0.5
+SILENT = ("load", "restore")
+"""Methods that read for minutes without a mark of progress: trainer.restart_timeout_s is their deadline."""
 FOREIGN_LOSSES = (
     "gloo",
     "nccl",
@@ -130,7 +132,8 @@ class RayTrainerGroup:
 
     def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
         """Run `method` on every rank with the same arguments; rank 0's result."""
-        return self._get([rank.call.remote(method, *args, **kwargs) for rank in self._ranks])[0]
+        limit_s = self._config.restart_timeout_s if method in SILENT else 0.0
+        return self._get([rank.call.remote(method, *args, **kwargs) for rank in self._ranks], limit_s)[0]
 
     def publish(self, version: int, urls: Sequence[str], *, use_gpu: bool, engine_tp: int) -> PublishReport:
         """The current weights to `urls` as `version`; what each engine said. Raises EngineError when none took them."""
