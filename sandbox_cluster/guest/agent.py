@@ -219,12 +219,11 @@ class Agent:
 
     def op_end_programs(self, request, files):
         """Kill all programs: they hold the screen, or there is no room to start another."""
-        for _ in range(3):
-            try:
+        try:
+            for _ in range(3):
                 os.kill(-1, signal.SIGKILL)
-            except ProcessLookupError:
-                break
-            reap_orphans(self.jobs)
+        except ProcessLookupError:
+            pass
         self.answer(request["id"], {})
 
     def listen_for_bus(self):
@@ -236,14 +235,8 @@ class Agent:
         def on_connect():
             self.selector.unregister(bus)
             command = "LISTEN_PID=$$ LISTEN_FDS=1 exec dbus-daemon --session --address=systemd: --nofork --nopidfile"
-            spawn(
-                ["/bin/sh", "-c", command],
-                cwd="/",
-                out=None,
-                err=None,
-                keep=((bus.fileno(), 3),),
-                is_victim=False,
-            )
+            argv = ["/bin/sh", "-c", command]
+            spawn(argv, cwd="/", out=None, err=None, keep=((bus.fileno(), 3),), is_victim=False)
             bus.close()
 
         self.selector.register(bus, selectors.EVENT_READ, on_connect)

@@ -101,7 +101,7 @@ async def http_body(
     return body if head.split(b" ", 2)[1:2] == [b"200"] and size <= MAX_HTTP_BYTES else None
 
 
-async def _active_url(scene: Scene, getter: Mapping[str, Any]) -> str | None:
+async def active_url(scene: Scene, getter: Mapping[str, Any]) -> str | None:
     """URL in the address bar, with `goto_prefix` ("https://") before it; from the browser without an accessibility tree."""
     text = await tree(scene)
     if text is None:
@@ -123,7 +123,7 @@ async def _visible_url(scene: Scene) -> str | None:
 
 
 async def _active_url_argument(scene: Scene, getter: Mapping[str, Any]) -> Argument:
-    return {"value": await _active_url(scene, getter)}
+    return {"value": await active_url(scene, getter)}
 
 
 async def _open_tabs(scene: Scene, getter: Mapping[str, Any]) -> Argument:
@@ -151,7 +151,7 @@ async def _page_info(scene: Scene, getter: Mapping[str, Any]) -> Argument:
 
 async def _active_tab_info(scene: Scene, getter: Mapping[str, Any]) -> Argument:
     """Title, URL and text of the page at the active tab's URL, loaded afresh, as OSWorld does."""
-    url = await _active_url(scene, getter)
+    url = await active_url(scene, getter)
     try:
         return {"value": None if url is None else await _content(scene, url)}
     except NoBrowserError:
@@ -159,7 +159,7 @@ async def _active_tab_info(scene: Scene, getter: Mapping[str, Any]) -> Argument:
 
 
 async def _html_parse(scene: Scene, getter: Mapping[str, Any]) -> Argument:
-    url = await _active_url(scene, getter)
+    url = await active_url(scene, getter)
     if url is None:
         return {"value": None}
     try:
@@ -181,7 +181,7 @@ def _same(tabs: list[Tab], url: str) -> Tab | None:
 
 
 async def _url_parse(scene: Scene, getter: Mapping[str, Any]) -> Argument:
-    url = await _active_url(scene, getter)
+    url = await active_url(scene, getter)
     if url is None:
         return {"value": None}
     query = parse_qs(urlparse(url).query)
@@ -194,7 +194,7 @@ async def _url_parse(scene: Scene, getter: Mapping[str, Any]) -> Argument:
 
 
 async def _dash_part(scene: Scene, getter: Mapping[str, Any]) -> Argument:
-    url = await _active_url(scene, getter)
+    url = await active_url(scene, getter)
     parts = [] if url is None else url.split("/")
     index = int(getter["partIndex"])
     if not -len(parts) <= index < len(parts):
@@ -235,17 +235,18 @@ async def _website_value(
     action, selector = wanted.get("action", "inner_text"), wanted["selector"]
     *clicks, last = selector if isinstance(selector, list) else [selector]
     for css in clicks:
-        await _wait_for(page, css)
+        await wait_for(page, css)
         await page.evaluate(f"document.querySelector({json.dumps(css)}).click()")
         await asyncio.sleep(1.0)
-    await _wait_for(page, last)
+    await wait_for(page, last)
     what = (
         "innerText" if action.endswith("inner_text") else f"getAttribute({json.dumps(wanted['attribute'])})"
     )
     return await page.evaluate(f"document.querySelector({json.dumps(last)}).{what}")
 
 
-async def _wait_for(page: Page, css: str) -> None:
+async def wait_for(page: Page, css: str) -> None:
+    """Wait until the page has such an element. NoBrowserError when none comes."""
     if not await page.evaluate(f"{_WAIT_FOR}({json.dumps(css)}, {SELECTOR_TIMEOUT_MS})"):
         raise NoBrowserError(f"the page has no {css!r}")
 

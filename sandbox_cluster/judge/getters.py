@@ -15,7 +15,7 @@ from typing import Any
 
 from sandbox_cluster.api import Settle
 from sandbox_cluster.guest.pyautogui import compile_program
-from sandbox_cluster.judge import getter_browser, getter_chrome, getter_windows, relative_time
+from sandbox_cluster.judge import getter_browser, getter_chrome, getter_sites, getter_windows, relative_time
 from sandbox_cluster.judge.scene import Argument, Inputs, Scene
 from sandbox_cluster.providers.base import VLC_PORT
 from slime_cua.core.errors import TaskError
@@ -226,6 +226,7 @@ FUNCTIONS: dict[str, Getter] = {
     "url_shortcuts_on_desktop": _shortcuts,
     **getter_chrome.FUNCTIONS,
     **getter_browser.FUNCTIONS,
+    **getter_sites.FUNCTIONS,
     **getter_windows.FUNCTIONS,
 }
 """Getter -> what fetches it; the same names as in kinds.GETTERS."""

@@ -53,6 +53,9 @@ GETTERS: dict[str, tuple[str, ...]] = {
     "page_info": ("url",),
     "pdf_from_url": ("path",),
     "info_from_website": ("url", "infos"),
+    "gotoRecreationPage_and_get_html_content": ("class",),
+    "macys_product_url_parse": ("parse_keys",),
+    "url_path_parse": ("parse_keys",),
     **dict.fromkeys((*_CHROME, *_EDGE), ()),
     "vm_file_exists_in_vm_folder": ("folder_name", "file_name"),
     "vm_file_exists_in_desktop": ("file_name",),
@@ -64,13 +67,9 @@ GETTERS: dict[str, tuple[str, ...]] = {
 }
 """Getter -> parameters that must be there."""
 _ACCOUNT = "it needs a Google account"
-_SITE = "it is written for one site's page as it was; write the check as info_from_website or active_tab_html_parse"
 _PROBE = "it asks a probe of WindowsAgentArena's own server; write the check as vm_command_line"
 REFUSED_GETTERS: dict[str, str] = {
     "googledrive_file": _ACCOUNT,
-    "gotoRecreationPage_and_get_html_content": _SITE,
-    "macys_product_url_parse": _SITE,
-    "url_path_parse": _SITE,
     "replay": "it acts instead of looking; use postconfig",
     "conference_city_in_order": "it reads a file of the caller's machine; use vm_file and compare_conference_city_in_order",
     "calc_insensitive_md5": "no version of OSWorld has it",

@@ -16,6 +16,7 @@ import pytest
 
 from sandbox_cluster.guest.server import create_app
 from sandbox_cluster.judge import kinds
+from sandbox_cluster.judge.getter_sites import macys_filters
 from sandbox_cluster.judge.getters import FUNCTIONS, Inputs, Scene, fetch
 from sandbox_cluster.judge.jail import Jail, JailConfig
 from sandbox_cluster.providers.base import CDP_PORT, VLC_PORT
@@ -24,7 +25,7 @@ from sandbox_cluster.providers.fake import FakeProvider
 from sandbox_cluster.tasks.browser_steps import history_file, same_url
 from sandbox_cluster.tasks.setup import Setup
 from slime_cua.config.sandbox import DesktopConfig
-from slime_cua.core.errors import SandboxError
+from slime_cua.core.errors import JudgeError, SandboxError
 from tests.unit.fake_browser import FakeBrowser
 
 needs_jail = pytest.mark.skipif(shutil.which("bwrap") is None, reason="bubblewrap is not installed")
@@ -210,6 +211,26 @@ async def test_without_a_browser_getters_give_what_osworlds_give_and_a_step_fail
     step = {"type": "chrome_open_tabs", "parameters": {"urls_to_open": []}}
     with pytest.raises(SandboxError, match="no browser listens on port 9222"):
         await Setup(create_app).run(desktop, [step], 5.0)
+
+
+async def test_a_sites_page_that_cannot_be_seen_is_no_score(desktop: Desktop) -> None:
+    def answer(url: str, expression: str) -> Any:
+        return "setTimeout" not in expression
+
+    async with FakeBrowser([], answer) as chrome:
+        drive(desktop, chrome)
+        with pytest.raises(JudgeError, match=r"recreation.gov did not show.*hero-search-input"):
+            await got(desktop, "gotoRecreationPage_and_get_html_content", **{"class": "c", "order": "2"})
+
+
+def test_a_shops_url_says_what_it_filters_by() -> None:
+    names, values = "Price_discount_range,Sleeve_length", "50_PERCENT_%20off%20%26%20more,Short%20Sleeve"
+    found = macys_filters(
+        f"https://shop.example/shop/mens-clothing/{names}/{values}?id=1", ["Price_discount_range"]
+    )
+    right = {"mens_clothing": True, "shirts": None, "short_sleeve": True}
+    assert found == {**right, "Price_discount_range": "50_PERCENT_ off & more"}
+    assert macys_filters("https://shop.example/x", ["Price_discount_range"])["mens_clothing"] is None
 
 
 async def test_players_without_a_port_have_no_status(desktop: Desktop) -> None:
