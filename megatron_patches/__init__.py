@@ -13,6 +13,7 @@ import warnings
 from typing import Any
 
 from megatron_patches import (
+    adapter_marks,
     cpu_collectives,
     cpu_device,
     deepstack_gradient,
@@ -40,6 +41,7 @@ PATCHES: tuple[Patch, ...] = (
     mixed_dtype_groups.PATCH,
     tensor_parallel_marks.PATCH,
     gdn_input_norm.PATCH,
+    adapter_marks.PATCH,
     deepstack_gradient.PATCH,
     gdn_output_norm.PATCH,
 )

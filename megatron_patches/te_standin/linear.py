@@ -164,22 +164,30 @@ class Linear(_ParallelLinear):
 
 
 class LayerNormLinear(_ParallelLinear):
-    """Norm of the local rows, then Linear; parameters layer_norm_weight (and _bias), weight, bias."""
+    """Norm of the local rows, then Linear; parameters layer_norm_weight (and _bias), weight, bias.
+
+    return_layernorm_output (read at every forward): the normalised local rows come last in the answer.
+    """
 
     def __init__(self, in_features: int, out_features: int, **options: Any) -> None:
         super().__init__(in_features, out_features, **_common(options))
         self.eps = options.get("eps", 1e-5)
         self.normalization = options.get("normalization", "LayerNorm")
         self.zero_centered_gamma = options.get("zero_centered_gamma", False)
+        self.return_layernorm_output = options.get("return_layernorm_output", False)
         self.layer_norm_weight, self.layer_norm_bias = make_norm_parameters(
             in_features, self.normalization, self.zero_centered_gamma, self.sequence_parallel, self._factory
         )
         self._add_parameters("weight", "bias")
 
     def forward(self, x: torch.Tensor, is_first_microbatch: bool | None = None, **ignored: Any) -> Any:
-        return self._project(
-            normalize(x, self.layer_norm_weight, self.layer_norm_bias, self.eps, self.zero_centered_gamma)
+        normed = normalize(
+            x, self.layer_norm_weight, self.layer_norm_bias, self.eps, self.zero_centered_gamma
         )
+        y = self._project(normed)
+        if not self.return_layernorm_output:
+            return y
+        return (*y, normed) if self.return_bias else (y, normed)
 
 
 class GroupedLinear(_ParallelLinear):

@@ -34,6 +34,17 @@ class OptimizerConfig(ConfigModel):
     clip_grad: float = Field(1.0, gt=0)
 
 
+class LoraConfig(ConfigModel):
+    """Low-rank adapters instead of all weights."""
+
+    rank: int = Field(0, ge=0)
+    """0: train all weights."""
+    alpha: float = Field(32.0, gt=0)
+    """The adapter's output is times alpha / rank."""
+    targets: tuple[Literal["attention", "feed_forward"], ...] = ("attention", "feed_forward")
+    """Gated delta net counts as attention, experts as feed_forward. The vision tower gets none."""
+
+
 class MoeConfig(ConfigModel):
     """For models with experts."""
 
@@ -57,6 +68,10 @@ class TrainerConfig(ConfigModel):
     vision_cache_mb: int = Field(256, ge=0)
     """Features of images that a frozen vision tower keeps on each rank from step to step; 0: none."""
     moe: MoeConfig = MoeConfig()
+    lora: LoraConfig = LoraConfig()
+    reference_model: str = ""
+    """Hugging Face folder of the frozen reference policy, of the same shape. Empty: the model that training started from; with
+    adapters that is the model with them off."""
     recompute: Literal["none", "selective", "full"] = "none"
     use_distributed_optimizer: bool = True
     timeout_s: float = Field(600.0, gt=0)

@@ -22,7 +22,8 @@ from slime_cua.data.expand import ImageProcessorConfig, expand_image_placeholder
 class CostModel:
     """Predicted work of a segment, in units of one token through the linear layers (projections, MLP, gated delta net).
 
-    The defaults fit a 27B decoder with one full-attention layer in four: 4 H L_full / (2 N) a pair of tokens, causal.
+    The defaults are about those of a 27B decoder with one full-attention layer in four; the trainer makes its own from its
+    model (slime_cua.trainer.flops.cost_model).
     """
 
     per_token: float = 1.0

@@ -7,6 +7,7 @@ with that name is whole; leftovers of an interrupted save are removed by the nex
 from __future__ import annotations
 
 import collections
+import copy
 import json
 import shutil
 from collections.abc import Callable, Iterable, Iterator
@@ -22,20 +23,24 @@ from slime_cua.core.files import write_atomic
 from slime_cua.trainer.folders import (
     MANIFEST,
     UNFINISHED,
+    check_checksums,
+    checksum,
     find,
     latest,
     prune,
     publish,
+    reading,
     recover,
     remove_leftovers,
     step_folder,
 )
 from slime_cua.trainer.model import PolicyModel
 from slime_cua.trainer.optimizer import Optimizer
+from slime_cua.trainer.pending_save import PendingSave
 from slime_cua.trainer.runtime import Layout
-from slime_cua.trainer.save_strategy import save_strategy
+from slime_cua.trainer.save_strategy import Jobs, save_strategy
 
-__all__ = ["latest", "restore", "save", "step_folder", "target_dtype", "write_hf"]
+__all__ = ["latest", "restore", "save", "save_later", "step_folder", "target_dtype", "write_hf"]
 _DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F64": torch.float64}
 _NAMED = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -58,36 +63,96 @@ def save(
 ) -> Path:
     """Write a checkpoint and give its folder. A collective; the old one of the same step stays until the new is whole.
 
-    keep: afterwards remove all but the newest `keep`. kept: saved as it is, for the same layout. Raises CheckpointError on every rank when any rank could not write
-    (disk full, say); what was there before is untouched.
+    keep: afterwards remove all but the newest `keep`, the best and those being read. kept: saved as it is, for the same layout.
+    Raises CheckpointError on every rank when any rank could not write (disk full, say); what was there before is untouched.
     """
+    target, write = _prepare(folder, step, model, optimizer, layout, keep, kept, None)
+    write()
+    return target
+
+
+def save_later(
+    folder: Path,
+    step: int,
+    model: PolicyModel,
+    optimizer: Optimizer,
+    layout: Layout,
+    keep: int | None = None,
+    kept: Kept | None = None,
+    *,
+    group: Any,
+) -> PendingSave:
+    """As `save`, but only the copy to the host happens now; a thread writes and publishes. A collective.
+
+    group: of the writing threads alone (make_writers_group). One save at a time: wait for the last one first.
+    """
+    target, write = _prepare(folder, step, model, optimizer, layout, keep, kept, group)
+    return PendingSave(target, write)
+
+
+def _prepare(
+    folder: Path,
+    step: int,
+    model: PolicyModel,
+    optimizer: Optimizer,
+    layout: Layout,
+    keep: int | None,
+    kept: Kept | None,
+    group: Any,
+) -> tuple[Path, Callable[[], None]]:
+    """(target, what writes and publishes). With a group everything that moves on has been copied when this returns."""
     from megatron.core import dist_checkpointing
 
     target, draft = step_folder(folder, step), folder / f"{UNFINISHED}step_{step:08d}"
+    what = f"checkpoint {target}"
+    facts = {"step": step, "optimizer_steps": optimizer.num_steps, "world_size": layout.world_size}
+    later: Jobs = []
 
-    def prepare() -> None:
+    def make_room() -> None:
         if layout.rank == 0:
             remove_leftovers(folder)
             draft.mkdir(parents=True)
 
+    def collect() -> None:
+        dist_checkpointing.save(state, str(draft), save_strategy(later if group is not None else None, group))
+
+    _together(make_room, what)
+    state = _state(model, optimizer, is_loading=False)
+    _together(collect, what)
+    own: dict[str, Any] = {**_rank_state(layout), "kept": {} if kept is None else kept.state_dict()}
+    if group is not None:
+        own = copy.deepcopy(own)
+
     def write() -> None:
-        dist_checkpointing.save(state, str(draft), save_strategy())
-        own = {**_rank_state(layout), "kept": kept.state_dict() if kept is not None else {}}
+        for job in later:
+            job()
         torch.save(own, draft / f"rank_{layout.rank:05d}.pt")
 
     def finish() -> None:
         if layout.rank == 0:
-            facts = {"step": step, "optimizer_steps": optimizer.num_steps, "world_size": layout.world_size}
             files = {p.name: p.stat().st_size for p in sorted(draft.iterdir())}
-            write_atomic(draft / MANIFEST, json.dumps({**facts, "files": files}, indent=1).encode())
+            manifest = {**facts, "files": files, "crc32": dict(sorted(sums.items()))}
+            write_atomic(draft / MANIFEST, json.dumps(manifest, indent=1).encode())
             publish(draft, target)
             prune(folder, keep)
 
-    _together(prepare, f"checkpoint {target}")
-    state = _state(model, optimizer, is_loading=False)
-    _together(write, f"checkpoint {target}")
-    _together(finish, f"checkpoint {target}")
-    return target
+    sums: dict[str, str] = {}
+
+    def write_and_publish() -> None:
+        _together(write, what, group)
+        sums.update(_checksums(draft, layout, group))
+        _together(finish, what, group)
+
+    return target, write_and_publish
+
+
+def _checksums(draft: Path, layout: Layout, group: Any) -> dict[str, str]:
+    """Of every file of a draft, each rank its share. A collective."""
+    names = sorted(path.name for path in draft.iterdir())
+    mine = {name: checksum(draft / name) for name in names[layout.rank :: layout.world_size]}
+    found: list[dict[str, str]] = [{} for _ in range(layout.world_size)]
+    dist.all_gather_object(found, mine, group=group)
+    return {name: value for part in found for name, value in part.items()}
 
 
 def restore(
@@ -97,11 +162,25 @@ def restore(
 
     Raises CheckpointError for one that is missing, incomplete, or of another model.
     """
+    path, manifest = find(folder)
+    with reading(path):
+        return _restore(path, manifest, model, optimizer, layout, kept)
+
+
+def _restore(
+    path: Path,
+    manifest: dict[str, Any],
+    model: PolicyModel,
+    optimizer: Optimizer,
+    layout: Layout,
+    kept: Kept | None,
+) -> int:
     from megatron.core import dist_checkpointing
     from megatron.core.dist_checkpointing.core import CheckpointingException
     from megatron.core.dist_checkpointing.validation import StrictHandling
 
-    path, manifest = find(folder)
+    mine = sorted(manifest["files"])[layout.rank :: layout.world_size]
+    _together(lambda: check_checksums(path, manifest, mine), "", is_saving=False)
     state = _state(model, optimizer, is_loading=True)
     try:
         loaded = dist_checkpointing.load(state, str(path), strict=StrictHandling.RAISE_ALL)
@@ -112,9 +191,9 @@ def restore(
         model.vision.forget()
     optimizer.megatron.load_state_dict(loaded["optimizer"])
     optimizer.num_steps = int(manifest["optimizer_steps"])
-    mine = path / f"rank_{layout.rank:05d}.pt"
-    if manifest["world_size"] == layout.world_size and mine.is_file():
-        own = torch.load(mine, weights_only=False)
+    own_file = path / f"rank_{layout.rank:05d}.pt"
+    if manifest["world_size"] == layout.world_size and own_file.is_file():
+        own = torch.load(own_file, weights_only=False)
         _set_rank_state(own)
         if kept is not None:
             kept.load_state_dict(own.get("kept", {}))
@@ -205,18 +284,25 @@ def _write_folder(
     publish(draft, target)
 
 
-def _together(work: Callable[[], None], what: str) -> None:
+def _together(work: Callable[[], None], what: str, group: Any = None, is_saving: bool = True) -> None:
     """Run `work` on every rank; when it fails on one, CheckpointError on all. Nobody is left waiting."""
     failure: Exception | None = None
     try:
         work()
     except Exception as error:
         failure = error
+    reason = None if failure is None else f"{type(failure).__name__}: {failure}"
     reasons: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(reasons, None if failure is None else f"{type(failure).__name__}: {failure}")
-    known = [f"rank {rank}: {reason}" for rank, reason in enumerate(reasons) if reason is not None]
-    if known:
-        raise CheckpointError(f"{what} was not written, what was there is kept; {known[0]}") from failure
+    dist.all_gather_object(reasons, reason, group=group)
+    known = [(rank, reason) for rank, reason in enumerate(reasons) if reason is not None]
+    if not known:
+        return
+    rank, reason = known[0]
+    if is_saving:
+        raise CheckpointError(
+            f"{what} was not written, what was there is kept; rank {rank}: {reason}"
+        ) from failure
+    raise CheckpointError(str(reason).partition(": ")[2]) from failure
 
 
 def _with_untouched(

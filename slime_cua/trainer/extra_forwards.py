@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from slime_cua.config.algo import LossConfig
+from slime_cua.convert import check_hf_folder, expected_shapes
 from slime_cua.core.errors import ConfigError, DataError
 from slime_cua.data.batch import PackedBatch, PackedStep
 from slime_cua.trainer.batch import Microbatch
@@ -108,8 +109,9 @@ class ExtraForwards:
     Every rank decides alike: by the whole batch, never by its own share.
     """
 
-    def __init__(self, model: PolicyModel, hf_dir: Path) -> None:
-        self._model, self._hf_dir = model, hf_dir
+    def __init__(self, model: PolicyModel, hf_dir: Path, reference: Path | None = None) -> None:
+        """reference: folder of the frozen reference policy; None: `hf_dir`, or the model with adapters off."""
+        self._model, self._hf_dir, self._reference = model, hf_dir, reference
         self._copies = WeightCopies(model)
 
     def needed(self, batch: PackedStep, section: LossConfig, version: int | None) -> list[str]:
@@ -127,13 +129,11 @@ class ExtraForwards:
     def run(
         self, names: Sequence[str], micro_batches: Callable[[], MicroBatches], temperature: float
     ) -> list[ExtraLogprobs]:
-        """One ExtraLogprobs a micro-batch. The first use of the reference reads it from the Hugging Face folder."""
+        """One ExtraLogprobs a micro-batch. The first use of the reference reads it from its folder."""
         found: list[tuple[PackedBatch, dict[str, torch.Tensor]]] = []
         self._model.module.eval()
         for name in names:
-            if name == REFERENCE and REFERENCE not in self._copies:
-                self._read_reference()
-            with self._copies.in_use(name), torch.no_grad():
+            with torch.no_grad(), self._weights(name):
                 for place, (packed, on_device) in enumerate(micro_batches()):
                     if place == len(found):
                         found.append((packed, {}))
@@ -164,10 +164,39 @@ class ExtraForwards:
         known = [v for v in np.unique(version_R) if v == version or _name(int(v)) in self._copies]
         return ~np.isin(version_R, known)
 
+    @contextlib.contextmanager
+    def _weights(self, name: str) -> Iterator[None]:
+        if name == REFERENCE and self._reference is None and self._model.adapters is not None:
+            with self._model.adapters.off():
+                yield
+            return
+        if name == REFERENCE and REFERENCE not in self._copies:
+            self._read_reference()
+        is_bare = name == REFERENCE and self._model.adapters is not None
+        with self._copies.in_use(name), self._model.adapters.off() if is_bare else contextlib.nullcontext():
+            yield
+
     def _read_reference(self) -> None:
+        folder = self._reference or self._hf_dir
+        tensors = check_hf_folder(folder)
         with self._copies.restored():
-            self._model.config.bridge.load_weights([self._model.module], str(self._hf_dir))
+            self._model.load_weights(folder, tensors)
             self._copies.keep(REFERENCE)
+
+
+def check_reference(folder: str, hf_dir: Path | str) -> Path | None:
+    """The folder of the reference policy, None for "". Raises CheckpointError or ConfigError unless it has the shapes of `hf_dir`."""
+    if not folder:
+        return None
+    check_hf_folder(folder)
+    mine, other = expected_shapes(hf_dir), expected_shapes(folder)
+    for name in sorted(set(mine) | set(other)):
+        if mine.get(name) != other.get(name):
+            raise ConfigError(
+                f"trainer.reference_model = {folder}: tensor {name} has shape {other.get(name)}, the policy's has "
+                f"{mine.get(name)}: give a model of the same architecture and sizes"
+            )
+    return Path(folder)
 
 
 def start_logprobs(packed: PackedBatch, by_segment: Mapping[str, Sequence[float]]) -> torch.Tensor:

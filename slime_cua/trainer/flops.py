@@ -2,7 +2,7 @@
 
 Counted as two a multiply-add. Causal attention counts its half; gated delta net its recurrence (state read, update, read out),
 not the chunked form that a kernel may use; the head its trained rows; the vision tower each image's own attention. What is
-computed a second time for want of memory is not counted: that is what makes utilisation comparable.
+computed a second time for want of memory is not counted: that is what makes utilisation comparable. Packing balances the same count.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from slime_cua.data.packing import CostModel
 from slime_cua.trainer.sizes import ModelShape
 
 
@@ -76,3 +77,18 @@ def _vision(shape: ModelShape, patches_of_images: Sequence[int]) -> float:
     linear = vision.depth * block + vision.hidden * vision.patch_features + merger
     scores = 4 * vision.depth * vision.hidden * sum(count**2 for count in patches_of_images)
     return 2 * patches * linear + scores
+
+
+def cost_model(shape: ModelShape, is_vision_frozen: bool) -> CostModel:
+    """What packing balances: training work in units of a token's linear layers, from the model's own sizes."""
+    unit = 2 * sum(weights_of_a_token(shape).values())
+    num_full = shape.layers.count("full_attention")
+    one = forward_flops(shape, [1], 0, [])
+    patches = shape.vision.merge**2
+    vision = _vision(shape, [patches]) * (1 / 3 if is_vision_frozen else 1)
+    return CostModel(
+        per_token=(one.projections + one.recurrence) / unit,
+        per_token_pair=2 * num_full * shape.queries / unit,
+        per_image_token=vision / unit,
+        per_trained_token=2 * shape.hidden * shape.vocab / unit,
+    )

@@ -6,17 +6,23 @@ with that name is whole; leftovers of an interrupted save or removal are cleaned
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
 import os
 import re
 import shutil
+import zlib
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 from slime_cua.core.errors import CheckpointError
-from slime_cua.core.files import fsync_folder
+from slime_cua.core.files import fsync_folder, write_atomic
 
 MANIFEST = "manifest.json"
+READERS = ".readers"
+"""Lock file of those who read a checkpoint."""
 UNFINISHED = ".unfinished-"
 _OLD = f"{UNFINISHED}old-"
 _STEP = re.compile(r"step_(\d{8})")
@@ -67,11 +73,80 @@ def is_whole(path: Path) -> bool:
 
 
 def prune(folder: Path, keep: int | None) -> None:
-    """Remove whole checkpoints but the newest `keep` (at least one); None keeps all."""
+    """Remove whole checkpoints but the newest `keep` (at least one), the one with the best score, and those being read.
+
+    None keeps all.
+    """
     if keep is None:
         return
-    for step in sorted(whole_steps(folder))[: -max(keep, 1)]:
-        remove(step_folder(folder, step))
+    steps = sorted(whole_steps(folder))
+    best = best_step(folder)
+    for step in steps[: -max(keep, 1)]:
+        if step != best and not _is_read(step_folder(folder, step)):
+            remove(step_folder(folder, step))
+
+
+def set_score(path: Path, score: float) -> None:
+    """Note how well the policy of the checkpoint folder `path` did; higher is better."""
+    manifest = json.loads((path / MANIFEST).read_text())
+    write_atomic(path / MANIFEST, json.dumps({**manifest, "score": score}, indent=1).encode())
+
+
+def best_step(folder: Path | str) -> int | None:
+    """The step with the highest score, the newer of equals; None when none has one."""
+    scored = []
+    for step in whole_steps(folder):
+        score = json.loads((step_folder(folder, step) / MANIFEST).read_text()).get("score")
+        if score is not None:
+            scored.append((float(score), step))
+    return max(scored)[1] if scored else None
+
+
+@contextlib.contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """While inside, no `prune` of any process removes the checkpoint folder `path`."""
+    lock = path / READERS
+    try:
+        descriptor = os.open(lock, os.O_RDWR | os.O_CREAT, 0o644)
+    except OSError:  # a folder that cannot be written to is not pruned either
+        yield
+        return
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _is_read(path: Path) -> bool:
+    if not (path / READERS).is_file():
+        return False
+    with (path / READERS).open() as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            return True
+    return False
+
+
+def checksum(path: Path) -> str:
+    """CRC-32 of a file's bytes, hex: made against rotten and half-copied files, not against an adversary."""
+    value = 0
+    with path.open("rb") as file:
+        while chunk := file.read(1 << 24):
+            value = zlib.crc32(chunk, value)
+    return f"{value:08x}"
+
+
+def check_checksums(path: Path, manifest: dict[str, Any], names: Iterable[str]) -> None:
+    """Raise CheckpointError for the first of the files `names` whose bytes are not those that were written."""
+    known = manifest.get("crc32", {})
+    for name in names:
+        if name in known and checksum(path / name) != known[name]:
+            raise CheckpointError(
+                f"{path / name} was changed or damaged since it was written (CRC-32 {known[name]} is not its own): "
+                "copy it again, or resume from another step"
+            )
 
 
 def remove(path: Path) -> None:

@@ -7,7 +7,10 @@ from __future__ import annotations
 
 import io
 import json
+import threading
 from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -89,18 +92,21 @@ class ImageLoader:
         self.config = config
         self._max_images = max_images
         self._recent: OrderedDict[str, NDArray[np.uint8]] = OrderedDict()
+        self._lock = threading.Lock()
 
     def pixels(self, ref: ImageRef, source: ImageSource) -> NDArray[np.uint8]:
         """uint8 [height, width, 3] at the size the model sees.
 
         Raises DataError when the bytes are no image or have another size than `ref` says.
         """
-        found = self._recent.pop(ref.sha256, None)
+        with self._lock:
+            found = self._recent.pop(ref.sha256, None)
         if found is None:
             found = self._decode(ref, source.get(ref))
-        self._recent[ref.sha256] = found
-        while len(self._recent) > self._max_images:
-            self._recent.popitem(last=False)
+        with self._lock:
+            self._recent[ref.sha256] = found
+            while len(self._recent) > self._max_images:
+                self._recent.popitem(last=False)
         return found
 
     def _decode(self, ref: ImageRef, encoded: bytes) -> NDArray[np.uint8]:
@@ -116,3 +122,42 @@ class ImageLoader:
         if image.size != wanted:
             image = image.resize(wanted, Image.Resampling.BICUBIC)
         return np.asarray(image)
+
+
+class DecodeAhead:
+    """Decodes the next micro-batch's images in a thread while the device works on the current one.
+
+    An image that cannot be read is no error here: whoever needs its pixels gets it.
+    """
+
+    def __init__(
+        self, loader: ImageLoader, source: ImageSource | None, is_known: Callable[[str], bool]
+    ) -> None:
+        self._loader, self._source, self._is_known = loader, source, is_known
+        self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="decode")
+        self._running: Future[None] | None = None
+
+    def start(self, refs: Sequence[ImageRef]) -> None:
+        """Begin with `refs`; those whose features are known are left out."""
+        if self._source is not None and refs:
+            self._running = self._pool.submit(self._decode, tuple(refs), self._source)
+
+    def wait(self) -> None:
+        """Until what was started last is decoded."""
+        if self._running is not None:
+            self._running.result()
+            self._running = None
+
+    def __enter__(self) -> DecodeAhead:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._pool.shutdown(wait=True, cancel_futures=True)
+
+    def _decode(self, refs: tuple[ImageRef, ...], source: ImageSource) -> None:
+        for ref in refs:
+            if not self._is_known(ref.sha256):
+                try:
+                    self._loader.pixels(ref, source)
+                except Exception:
+                    return

@@ -5,6 +5,7 @@ Legend: T packed tokens, R trained rows, H hidden size, V vocabulary rows of thi
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from slime_cua.config.trainer import TrainerConfig
 from slime_cua.convert import ExpertLayout, TensorInfo, expert_layout, read_config
 from slime_cua.kernels.linear_logprob import linear_logprob
 from slime_cua.trainer.batch import Microbatch
+from slime_cua.trainer.lora import Adapters
 from slime_cua.trainer.routing import Routing
 from slime_cua.trainer.vision import VisionTower
 from slime_cua.trainer.vision_attention import ATTENTION_NAME, register_vision_attention
@@ -39,11 +41,10 @@ class PolicyModel:
             **{**hf_to_mcore_config(hf_config), **_megatron_options(config, text_config)}
         )
         self.module = get_mcore_model(self.config)[0]
-        megatron_patches.apply_to_model(self.module, self.config)
         _keep_float32(self.module, tensors)
-        bridge = self.config.bridge
-        _keep_expert_layout(bridge, expert_layout(tensors, read_config(hf_dir)))
-        bridge.load_weights([self.module], str(hf_dir))
+        self.load_weights(hf_dir, tensors)
+        self.adapters = Adapters(self.module, config.lora) if config.lora.rank else None
+        megatron_patches.apply_to_model(self.module, self.config)
         self.routing = Routing(self.module, self.config, self._tp_group(), config.moe.replay_routing)
         self._text = getattr(self.module, "language_model", self.module)
         self._text._forward_output_layer = self._select_rows
@@ -53,10 +54,9 @@ class PolicyModel:
         if tower is not None:
             register_vision_attention()
             tower.config._attn_implementation = ATTENTION_NAME
-            tower.requires_grad_(not config.freeze_vision)
-            self.vision = VisionTower(
-                tower, self._tp_group(), config.freeze_vision, config.vision_cache_mb << 20
-            )
+            tower.requires_grad_(not config.freeze_vision and self.adapters is None)
+            is_frozen = config.freeze_vision or self.adapters is not None
+            self.vision = VisionTower(tower, self._tp_group(), is_frozen, config.vision_cache_mb << 20)
         self.runner: Any = self.module
         """What a forward calls: the module, or Megatron's DistributedDataParallel around it."""
 
@@ -81,11 +81,18 @@ class PolicyModel:
             entropy_grad=entropy_grad,
         )
 
+    def load_weights(self, hf_dir: Path | str, tensors: dict[str, TensorInfo]) -> None:
+        """Read a folder of the same architecture into the (base) weights. tensors: as of the constructor."""
+        bridge = self.config.bridge
+        _keep_expert_layout(bridge, expert_layout(tensors, read_config(hf_dir)))
+        bridge.load_weights([self.module], str(hf_dir))
+
     def export(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """(name, whole tensor) pairs as in the folder loaded. All ranks must iterate to the end together."""
-        for name, tensor in self.config.bridge.export_weights([self.module]):
-            if tensor is not None:
-                yield name, tensor.detach()
+        """(name, whole tensor) pairs as in the folder loaded, adapters merged. All ranks must iterate to the end together."""
+        with self.adapters.merged() if self.adapters is not None else contextlib.nullcontext():
+            for name, tensor in self.config.bridge.export_weights([self.module]):
+                if tensor is not None:
+                    yield name, tensor.detach()
 
     def _hidden_rows(self, batch: Microbatch) -> torch.Tensor:
         from megatron.core.packed_seq_params import PackedSeqParams

@@ -12,13 +12,14 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
 import megatron_patches
 from slime_cua.config.algo import LossConfig
 from slime_cua.config.trainer import TrainerConfig
-from slime_cua.convert import check_hf_folder
+from slime_cua.convert import check_hf_folder, read_config
 from slime_cua.core.errors import CheckpointError, ConfigError, DataError
 from slime_cua.core.ports import free_port
 from slime_cua.core.types import TrainSample
@@ -26,13 +27,17 @@ from slime_cua.data.batch import PackedBatch, PackedStep
 from slime_cua.data.packing import pack
 from slime_cua.trainer import checkpoint, progress, runtime
 from slime_cua.trainer.batch import Microbatch, build_microbatch
-from slime_cua.trainer.extra_forwards import ExtraForwards, ExtraLogprobs, start_logprobs
-from slime_cua.trainer.images import ImageLoader, ImageSource, PatchConfig
-from slime_cua.trainer.layouts import check_divisibility
+from slime_cua.trainer.extra_forwards import ExtraForwards, ExtraLogprobs, check_reference, start_logprobs
+from slime_cua.trainer.flops import cost_model
+from slime_cua.trainer.images import DecodeAhead, ImageLoader, ImageSource, PatchConfig
+from slime_cua.trainer.layouts import check_divisibility, num_experts
+from slime_cua.trainer.lora import check_lora
 from slime_cua.trainer.losses import chosen_old_policy, default_section, find_loss, loss_inputs
 from slime_cua.trainer.metrics import Totals, named_metrics
 from slime_cua.trainer.model import PolicyModel
 from slime_cua.trainer.optimizer import Optimizer
+from slime_cua.trainer.pending_save import PendingSave, make_writers_group
+from slime_cua.trainer.sizes import ModelShape
 
 Samples = Sequence[TrainSample] | Path | str
 
@@ -73,6 +78,8 @@ class TrainerRank:
         self.layout = runtime.start(config, rank, world_size, master_addr, master_port, seed)
         self._source: ImageSource | None = None
         self._hf_dir: Path | None = None
+        self._pending: PendingSave | None = None
+        self._writers: Any = None
 
     def load(self, hf_dir: Path | str) -> None:
         """Build the model from a Hugging Face folder and a fresh optimiser.
@@ -80,15 +87,20 @@ class TrainerRank:
         Raises CheckpointError or ConfigError, before any memory is taken, for a folder that is not whole or a layout
         that the model does not allow.
         """
+        self.finish_save()
         with self._scope():
             self._tensors = check_hf_folder(hf_dir)
             check_divisibility(hf_dir, self.config.parallel)
+            check_lora(self.config, num_experts(read_config(hf_dir)))
+            reference = check_reference(self.config.reference_model, hf_dir)
             self._hf_dir = Path(hf_dir)
             self._patches = PatchConfig.from_hf(hf_dir)
             self._loader = ImageLoader(self._patches)
+            shape = ModelShape.from_config(read_config(hf_dir))
+            self._cost_model = cost_model(shape, self.config.freeze_vision)
             self.model = PolicyModel(hf_dir, self.config, self._tensors)
             self.optimizer = Optimizer(self.model, self.config)
-            self.extra = ExtraForwards(self.model, self._hf_dir)
+            self.extra = ExtraForwards(self.model, self._hf_dir, reference)
 
     def train_step(
         self,
@@ -192,24 +204,40 @@ class TrainerRank:
             self.named_hf_tensors(dtype), self._source_folder(), Path(target), self._tensors, self.layout
         )
 
-    def save(self, folder: Path | str, step: int, keep: int | None = None) -> Path:
+    def save(self, folder: Path | str, step: int, keep: int | None = None, is_async: bool = False) -> Path:
         """Write weights, optimiser, schedule and RNG under folder/step_XXXXXXXX; a reader never sees it half-written.
 
-        keep: afterwards only the newest `keep` checkpoints stay. Raises CheckpointError on every rank when a rank cannot write.
+        keep: afterwards the newest `keep` checkpoints stay, the best one and those being read. is_async: return once the state
+        is copied to the host; it is whole when `finish_save` has returned, or the next save, restore, load or close.
+        Raises CheckpointError on every rank when a rank cannot write; with is_async, the call that waits for it does.
         """
+        self.finish_save()
+        arguments = (Path(folder), step, self.model, self.optimizer, self.layout, keep, self.extra)
         with self._scope():
-            return checkpoint.save(
-                Path(folder), step, self.model, self.optimizer, self.layout, keep, self.extra
-            )
+            if not is_async:
+                return checkpoint.save(*arguments)
+            self._writers = self._writers or make_writers_group(self.config.timeout_s)
+            self._pending = checkpoint.save_later(*arguments, group=self._writers)
+            return self._pending.path
+
+    def finish_save(self) -> Path | None:
+        """Wait for an asynchronous save; its folder, None when there was none. Raises CheckpointError when it failed."""
+        pending, self._pending = self._pending, None
+        return None if pending is None else pending.wait()
 
     def restore(self, folder: Path | str) -> int:
-        """Load what save wrote, also under another tensor- or data-parallel size; gives the step. Needs load() before."""
+        """Load what save wrote, also under another tensor-, expert- or data-parallel size; gives the step. Needs load() before."""
+        self.finish_save()
         with self._scope():
             return checkpoint.restore(Path(folder), self.model, self.optimizer, self.layout, self.extra)
 
     def close(self) -> None:
-        """Leave the job."""
-        runtime.stop()
+        """Leave the job, a checkpoint that is being written first."""
+        try:
+            self.finish_save()
+        finally:
+            self._writers = None
+            runtime.stop()
 
     def _pack(self, items: Sequence[TrainSample], is_zero_skipped: bool = False) -> PackedStep:
         parallel = self.config.parallel
@@ -218,6 +246,7 @@ class TrainerRank:
             max_tokens=self.config.max_tokens_per_rank,
             num_dp=self.layout.dp_size,
             images=self._patches.tokens,
+            cost_model=self._cost_model,
             pad_multiple=parallel.tp if parallel.sequence_parallel else 1,
             is_zero_skipped=is_zero_skipped,
         )
@@ -262,13 +291,16 @@ class TrainerRank:
     ) -> Iterator[tuple[PackedBatch, Microbatch]]:
         """This rank's micro-batches. Empty ones only where experts are spread over ranks: all must then take part."""
         share = batch.micro_batches[self.layout.dp_rank]
-        for number, packed in enumerate(share, start=1):
-            progress.mark(f"micro-batch {number} of {len(share)}")
-            if packed.num_segments or self.config.parallel.ep > 1:
-                yield (
-                    packed,
-                    build_microbatch(packed, source, self._loader, self._is_known, self.layout.device),
-                )
+        with DecodeAhead(self._loader, source, self._is_known) as ahead:
+            for number, packed in enumerate(share, start=1):
+                progress.mark(f"micro-batch {number} of {len(share)}")
+                if not packed.num_segments and self.config.parallel.ep == 1:
+                    continue
+                ahead.wait()
+                built = build_microbatch(packed, source, self._loader, self._is_known, self.layout.device)
+                if number < len(share):
+                    ahead.start(share[number].distinct_images)
+                yield packed, built
 
     def _is_known(self, image: str) -> bool:
         return self.model.vision is not None and self.model.vision.is_known(image)

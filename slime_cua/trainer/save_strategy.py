@@ -1,4 +1,4 @@
-"""How Megatron's sharded state reaches the disk: torch's own writer, inside this process.
+"""How Megatron's sharded state reaches the disk: torch's own writer, inside this process, now or later in a thread.
 
 Megatron's writer spawns processes for each save. That costs 10 s on two cores, and a daemonic process may not do it at all.
 The files are the same format (torch_dist).
@@ -6,12 +6,20 @@ The files are the same format (torch_dist).
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+Jobs = list[Callable[[], None]]
 
-def save_strategy() -> Any:
-    """A save strategy for megatron.core.dist_checkpointing.save."""
+
+def save_strategy(later: Jobs | None = None, group: Any = None) -> Any:
+    """A save strategy for megatron.core.dist_checkpointing.save.
+
+    later: the tensors are copied to the host and the writing is appended here, to be called once. group: process group of the
+    writing; one that no other thread uses when it is done later. None: the default group.
+    """
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor
     from megatron.core.dist_checkpointing.strategies import torch as megatron_torch
     from torch.distributed.checkpoint import FileSystemWriter
     from torch.distributed.checkpoint import save as torch_save
@@ -19,12 +27,22 @@ def save_strategy() -> Any:
     class InProcess(megatron_torch.TorchDistSaveShardedStrategy):
         def save(self, sharded_state_dict: Any, checkpoint_dir: Path | str) -> None:
             keyed, _, _ = megatron_torch._replace_state_dict_keys_with_sharded_keys(sharded_state_dict, True)
-            torch_save(
-                megatron_torch.mcore_to_pyt_state_dict(keyed, False),
-                storage_writer=FileSystemWriter(checkpoint_dir, sync_files=False),
-                planner=megatron_torch.MCoreSavePlanner(
-                    dedup_replicated_tensors=False, flatten_state_dict=False
-                ),
-            )
+            if later is not None:
+                for item in (item for items in keyed.values() for item in items):
+                    if isinstance(item, ShardedTensor) and item.data is not None:
+                        item.data = item.data.detach().to("cpu", copy=True)
+            state = megatron_torch.mcore_to_pyt_state_dict(keyed, False)
+
+            def write() -> None:
+                torch_save(
+                    state,
+                    storage_writer=FileSystemWriter(checkpoint_dir, sync_files=False),
+                    planner=megatron_torch.MCoreSavePlanner(
+                        dedup_replicated_tensors=False, flatten_state_dict=False
+                    ),
+                    process_group=group,
+                )
+
+            write() if later is None else later.append(write)
 
     return InProcess("torch_dist", 1)

@@ -29,7 +29,7 @@ TOLERANCE = {"qwen35_moe": 3e-3, "qwen3vl_moe": 1e-4}
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.timeout(600),
+    pytest.mark.timeout(1800),
     pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning"),
 ]
 
@@ -56,7 +56,7 @@ def results(scratch: Path, folders: dict[str, Path]) -> dict[str, Any]:
         env=environment,
         capture_output=True,
         text=True,
-        timeout=540,
+        timeout=1700,
     )
     assert done.returncode == 0, done.stderr[-4000:]
     loaded: dict[str, Any] = torch.load(scratch / "out.pt", weights_only=False)
