@@ -142,6 +142,12 @@ class Scheduler:
             taken.append(self.waiting.pop(index))
         return taken
 
+    def forget_waiting(self, task_id: str) -> int:
+        """A task must not start any more: how many waiting draws of it went."""
+        kept = [task for task in self.waiting if task != task_id]
+        num_gone, self.waiting = len(self.waiting) - len(kept), kept
+        return num_gone
+
     def record_version(self, group_id: str, version: int) -> None:
         """A token of the group was, or is about to be, sampled under `version`."""
         state = self.groups.get(group_id)
@@ -218,13 +224,17 @@ class Scheduler:
         return (float("inf") if due is None else due, group.order)
 
     def _later_steps_suffice(self, batch: list[str]) -> bool:
-        """Whether, after a step over `batch`, each next k steps can hold the protected groups due within them."""
+        """Whether, after a step over `batch`, each next k steps can hold the protected groups due within them.
+
+        A group without a token may get its first one while this step runs: it counts as if it had.
+        """
         leaving = set(batch)
         due_within = [0] * (self.max_policy_lag + 1)
         for group in self.groups.values():
-            if group.oldest_version is None or not group.is_protected or group.group_id in leaving:
+            if not group.is_protected or group.group_id in leaving:
                 continue
-            k = max(0, group.oldest_version + self.max_policy_lag - self.version)
+            oldest = self.version if group.oldest_version is None else group.oldest_version
+            k = max(0, oldest + self.max_policy_lag - self.version)
             if k <= self.max_policy_lag:
                 due_within[k] += 1
         total = 0

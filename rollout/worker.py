@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import statistics
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,7 +23,7 @@ from rollout.group import run_group
 from rollout.scheduler import GroupState, Scheduler
 from slime_cua.algo.samplers import TaskSampler
 from slime_cua.config.rollout import RolloutConfig
-from slime_cua.core.errors import InfrastructureError
+from slime_cua.core.errors import ConfigError, InfrastructureError
 from slime_cua.core.types import Episode, EpisodeGroup, Task
 from slime_cua.data.episodes import EpisodeStore, OpenGroups
 
@@ -62,6 +63,10 @@ class RolloutWorker:
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
     _failure: BaseException | None = None
     _drops_in_a_row: int = 0
+    failures_in_a_row: Counter[str] = field(default_factory=Counter)
+    """By task: its last groups had too few valid episodes."""
+    quarantined: list[str] = field(default_factory=list)
+    """Tasks that are not drawn any more: max_task_failures of their groups failed in a row."""
 
     def start(self) -> None:
         """Admit up to the bound and start what is admitted."""
@@ -69,7 +74,9 @@ class RolloutWorker:
         self.release()
 
     def hold(self) -> None:
-        """Admit up to the bound, and start nothing before `release`."""
+        """Admit up to the bound, and start nothing before `release`. Raises ConfigError for an empty pool."""
+        if not self.sampler.task_ids:
+            raise ConfigError("there is no task to draw: tasks.train names none")
         self._is_held = True
         self.admit()
 
@@ -90,6 +97,8 @@ class RolloutWorker:
         """
         self._is_held = True
         self.num_stored, self._drops_in_a_row = state["num_stored"], state["drops_in_a_row"]
+        self.failures_in_a_row = Counter(state.get("failures_in_a_row", {}))
+        self.quarantined = list(state.get("quarantined", ()))
         for group_id, place in state["finished"].items():
             self._places[group_id] = place
             self._finished[group_id] = self.store.read_at(place, group_id)
@@ -101,6 +110,10 @@ class RolloutWorker:
             self._settle(group, place)
         else:
             num_bytes = 0
+        if not self.sampler.task_ids:  # whatever was broken may be mended since
+            self.sampler.add_tasks(self.quarantined)
+            self.quarantined.clear()
+            self.failures_in_a_row.clear()
         self._admitted = [group for group in self.scheduler.groups.values() if not group.is_finished]
         for running in self._admitted:
             running.oldest_version = min(_versions(self._open_episodes(running)), default=None)
@@ -155,6 +168,8 @@ class RolloutWorker:
             "store_bytes": self.store.num_bytes,
             "num_stored": self.num_stored,
             "drops_in_a_row": self._drops_in_a_row,
+            "failures_in_a_row": dict(self.failures_in_a_row),
+            "quarantined": list(self.quarantined),
         }
 
     def _abandon(self, group: GroupState) -> None:
@@ -169,8 +184,8 @@ class RolloutWorker:
 
     def admit(self) -> None:
         """Draw and start groups up to the scheduler's capacity. Safe at any time."""
-        while (wanted := self.scheduler.num_to_draw()) > 0:
-            self.scheduler.enqueue(self.sampler.sample(min(wanted, len(self.tasks))))
+        while (num_tasks := len(self.sampler.task_ids)) and (wanted := self.scheduler.num_to_draw()) > 0:
+            self.scheduler.enqueue(self.sampler.sample(min(wanted, num_tasks)))
         for task_id in self.scheduler.dequeue():
             group_id = f"g{self.scheduler.num_admitted:06d}"
             self._admitted.append(self.scheduler.admit(group_id, task_id))
@@ -223,8 +238,14 @@ class RolloutWorker:
         self.store.append(group)
         self._forget_open(group.group_id)
         self._settle(group, self.store.last_start)
+        reasons = sorted({episode.error or "?" for episode in group.episodes})
+        if not self.sampler.task_ids:
+            raise InfrastructureError(
+                f"all {len(self.quarantined)} tasks are quarantined: {self.config.scheduler.max_task_failures} groups of each in "
+                "a row had no two valid episodes (rollout.scheduler.max_task_failures); `slime-cua tasks check` says whether it "
+                "is the tasks; the last failures were: " + "; ".join(reasons)
+            )
         if self._drops_in_a_row >= MAX_CONSECUTIVE_DROPS:
-            reasons = sorted({episode.error or "?" for episode in group.episodes})
             raise InfrastructureError(
                 f"{self._drops_in_a_row} groups in a row had no two valid episodes; the last failures were: "
                 + "; ".join(reasons)
@@ -243,15 +264,27 @@ class RolloutWorker:
         if len(valid) < MIN_VALID_EPISODES:
             self.scheduler.drop(group.group_id)
             self._drops_in_a_row += 1
+            self._note_failure(group.task_id)
             self.admit()
             return
         self._drops_in_a_row = 0
+        self.failures_in_a_row.pop(group.task_id, None)
         self.scheduler.record_duration(group.task_id, _duration_s(group))
         if self.scheduler.finish(group.group_id, is_flat=len(set(valid)) < 2):
             self._finished[group.group_id] = group
             self._places[group.group_id] = place
         else:
             self.admit()
+
+    def _note_failure(self, task_id: str) -> None:
+        """Draw a task no more that fails again and again: a sampler that never hears of it would draw it for ever."""
+        self.failures_in_a_row[task_id] += 1
+        limit = self.config.scheduler.max_task_failures
+        if limit and self.failures_in_a_row[task_id] >= limit and task_id in self.sampler.task_ids:
+            self.sampler.remove_tasks([task_id])
+            for _ in range(self.scheduler.forget_waiting(task_id)):
+                self.sampler.release(task_id)
+            self.quarantined.append(task_id)
 
     def _follows(self, group: EpisodeGroup) -> bool:
         """The state waits for this very group, and only its own or older weights sampled it."""

@@ -64,6 +64,8 @@ class SchedulerConfig(ConfigModel):
     turns are not trained; or it does not, and they are dropped (both are counted, both favour short tasks)."""
     max_task_drops: int = Field(1, ge=0)
     """For `drop`: a task that lost so many groups in a row to their age is waited for the next time."""
+    max_task_failures: int = Field(3, ge=0)
+    """A task is drawn no more once so many of its groups in a row had no two valid episodes; 0: it always is."""
     num_extra_groups: int = Field(0, ge=0)
     """Groups admitted beyond the lag bound; needs `mask` or `drop`, which take what then comes too late."""
     is_long_first: bool = True

@@ -122,7 +122,8 @@ class RolloutActor:
         )
         scheduler = Scheduler(rollout.groups_per_step, rollout.max_policy_lag, options=rollout.scheduler)
         if state is not None:
-            check_same_tasks(state["sampler"]["tasks"], [task.id for task in tasks])
+            known = [*state["sampler"]["tasks"], *state.get("quarantined", ())]
+            check_same_tasks(known, [task.id for task in tasks])
             sampler.load_state_dict(state["sampler"])
             scheduler = Scheduler.from_state_dict(state["scheduler"], rollout.scheduler)
         policy = WatchedPolicy(EnginePolicy(self.engines, rollout.sampling), self._engine_busy)
@@ -166,6 +167,7 @@ class RolloutActor:
             "rollout/num_stale_groups": float(self.worker.scheduler.num_stale),
             "rollout/num_masked_groups": float(self.worker.scheduler.num_masked),
             "rollout/num_filtered_groups": float(self.worker.scheduler.num_filtered),
+            "rollout/num_quarantined_tasks": float(len(self.worker.quarantined)),
             "sampler/num_seen": float(sum(count > 0 for count in draws.values())),
             "busy/desktops": self.player.busy.take(),
             "busy/engine": self._engine_busy.take(),

@@ -33,6 +33,9 @@ METRICS: tuple[Metric, ...] = (
     Metric("rollout/num_stale_groups", "count", "of them for their age (scheduler.stale = drop)"),
     Metric("rollout/num_filtered_groups", "count", "of them because all episodes scored the same"),
     Metric("rollout/num_masked_groups", "count", "groups trained so far with turns masked for their age"),
+    Metric(
+        "rollout/num_quarantined_tasks", "count", "tasks drawn no more: their groups failed again and again"
+    ),
     Metric("rollout/turns_mean", "turns", "turns an episode"),
     Metric(
         "rollout/code_action_rate", "share", "code actions among actions with an effect", is_headline=True
@@ -94,7 +97,9 @@ METRICS: tuple[Metric, ...] = (
     Metric("sft/num_packed_tokens", "tokens", "tokens of these forwards, images expanded", "sft_step"),
     Metric("sft/moe_load_max", "-", "as moe/load_max", "sft_step"),
     Metric("sft/moe_idle_share", "share", "as moe/idle_share", "sft_step"),
-    Metric("sft/moe_replayed_share", "share", "as moe/replayed_share; demonstrations have no record", "sft_step"),
+    Metric(
+        "sft/moe_replayed_share", "share", "as moe/replayed_share; demonstrations have no record", "sft_step"
+    ),
     Metric("sft/is_skipped", "0/1", "1 when the step moved no weight", "sft_step"),
     Metric("eval/success", "share", "held-out success, families weighted equally", "eval", True),
     Metric("eval/success/*", "share", "held-out success by family", "eval"),

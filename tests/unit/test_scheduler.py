@@ -114,6 +114,19 @@ def test_drop_does_not_wait_counts_what_it_lost_and_waits_for_that_task_the_next
     assert s.next_batch() == ["slow again"]
 
 
+def test_protected_groups_without_a_token_count_as_due_when_the_next_token_is():
+    """B = 1, L = 1: two protected groups without a token would both be due at version 1, and a step holds one."""
+    s = Scheduler(1, 1, options=SchedulerConfig(stale="drop", num_extra_groups=1))
+    for name in ("fast", "p", "q"):
+        s.admit(name, name).is_protected = name != "fast"
+    s.record_version("fast", 0)
+    s.finish("fast")
+    assert s.next_batch() is None
+    s.record_version("p", 0)
+    s.finish("p")
+    assert s.next_batch() == ["p"]
+
+
 def test_extra_groups_without_a_way_out_are_refused():
     with pytest.raises(ValidationError, match="mask or drop"):
         SchedulerConfig(num_extra_groups=2)
