@@ -89,7 +89,7 @@ def _plan(
     """(request of the first turn, what each turn answers). Questions that are used leave `pending`."""
     joint = pick(rng, (", then ", ". ", ", ", " and then "))
     if len(scenes) == 1:
-        parts = []
+        parts: list[Part] = []
         for _ in range(pick(rng, (1, 1, 1, 2, 2, 3))):
             part = _next(rng, pending[0], encoder)
             if parts and sum(_cost(encoder, p) for p in (*parts, part)) > room - 24:
