@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from rollout.metrics import behaviour
+from slime_cua.core.actions import TerminateAction
 from slime_cua.core.errors import InfrastructureError
 from slime_cua.core.files import write_atomic
 from slime_cua.core.types import Episode, Task
@@ -17,6 +18,7 @@ from slime_cua.evaluation.statistics import (
     Interval,
     bootstrap_success,
     family_mean,
+    feasibility,
     paired_bootstrap,
     summarise,
     task_means,
@@ -54,6 +56,7 @@ def evaluate_arm(session: Session, name: str, model: Path, fleet: Any = None) ->
         f"eval/{k}": v for k, v in behaviour(episodes).items() if "/" not in k and not k.startswith("resp")
     }
     summary = summarise(attempts)
+    values |= _apart(attempts)
     values |= {
         "eval/success": success,
         "eval/coverage": summary.num_valid / summary.num_declared,
@@ -76,9 +79,31 @@ def heldout(session: Session) -> list[Task]:
 def attempts_of(episodes: Sequence[Episode], tasks: Sequence[Task]) -> list[Attempt]:
     """Episodes as rows of the statistics; the last of each item, in the tasks' order."""
     return [
-        Attempt(task.id, task.family, episode.reward if episode.is_valid else None)
+        Attempt(
+            task.id,
+            task.family,
+            episode.reward if episode.is_valid else None,
+            is_infeasible=task.is_infeasible,
+            has_given_up=_has_given_up(episode),
+        )
         for episode, task in zip(episodes, tasks, strict=True)
     ]
+
+
+def _has_given_up(episode: Episode) -> bool:
+    action = episode.turns[-1].action if episode.turns else None
+    return isinstance(action, TerminateAction) and action.status == "failure"
+
+
+def _apart(attempts: Sequence[Attempt]) -> dict[str, float]:
+    """Metrics of feasible and infeasible tasks; a rate without attempts is left out."""
+    rates = feasibility(attempts)
+    named = {
+        "eval/success_feasible": rates.feasible,
+        "eval/success_infeasible": rates.infeasible,
+        "eval/give_up_rate": rates.give_up_rate,
+    }
+    return {name: value for name, value in named.items() if value is not None}
 
 
 def by_family(attempts: Sequence[Attempt]) -> dict[str, float]:

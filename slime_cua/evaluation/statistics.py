@@ -22,6 +22,10 @@ class Attempt:
     score: float | None
     """None: no honest score (infrastructure or judge failure after retries)."""
     is_started: bool = True
+    is_infeasible: bool = False
+    """The task cannot be done: only giving up scores."""
+    has_given_up: bool = False
+    """The policy's last action said that the task cannot be done (FAIL)."""
 
 
 @dataclass(frozen=True)
@@ -63,6 +67,31 @@ def summarise(attempts: Sequence[Attempt]) -> Summary:
         lower=total / declared,
         upper=(total + declared - len(scores)) / declared,
     )
+
+
+@dataclass(frozen=True)
+class Feasibility:
+    """Success on feasible and on infeasible tasks apart, over valid attempts; None without any. A policy that always gives
+    up has `infeasible` = 1 and `give_up_rate` = 1."""
+
+    feasible: float | None
+    infeasible: float | None
+    give_up_rate: float | None
+    """Valid attempts at feasible tasks that ended in giving up."""
+
+
+def feasibility(attempts: Sequence[Attempt]) -> Feasibility:
+    """The two rates that one mean hides."""
+    valid = [a for a in attempts if a.score is not None]
+
+    def mean(values: list[float]) -> float | None:
+        return sum(values) / len(values) if values else None
+
+    def scores(is_infeasible: bool) -> list[float]:
+        return [a.score for a in valid if a.score is not None and a.is_infeasible == is_infeasible]
+
+    given_up = [float(a.has_given_up) for a in valid if not a.is_infeasible]
+    return Feasibility(mean(scores(False)), mean(scores(True)), mean(given_up))
 
 
 def family_mean(attempts: Sequence[Attempt]) -> float | None:

@@ -4,8 +4,10 @@ import pytest
 
 from slime_cua.evaluation.statistics import (
     Attempt,
+    Feasibility,
     bootstrap_success,
     family_mean,
+    feasibility,
     paired_bootstrap,
     summarise,
     task_means,
@@ -32,6 +34,20 @@ def test_missing_attempts_stop_publication_and_leave_bounds():
     assert s.headline is None
     assert s.coverage == "6/10"
     assert (s.lower, s.upper) == (pytest.approx(0.4), pytest.approx(0.8))
+
+
+def test_giving_up_shows_although_it_scores_on_infeasible_tasks():
+    def row(task, score, gave_up):
+        return Attempt(task, "f", score, is_infeasible=task == "inf1", has_given_up=gave_up)
+
+    rows = [row("inf1", 1.0, True), row("inf1", 0.0, False), row("inf1", 0.0, False), row("inf1", 0.0, False)]
+    rows += [row("feas1", 0.0, True), row("feas1", 1.0, False), row("feas1", 1.0, False)]
+    rates = feasibility(rows)
+    assert (rates.feasible, rates.infeasible) == (pytest.approx(2 / 3), 0.25)
+    assert rates.give_up_rate == pytest.approx(1 / 3)
+    always = feasibility([row("inf1", 1.0, True), row("feas1", 0.0, True), row("feas1", None, True)])
+    assert (always.feasible, always.infeasible, always.give_up_rate) == (0.0, 1.0, 1.0)
+    assert feasibility([row("inf1", None, True)]) == Feasibility(None, None, None)
 
 
 def test_families_weigh_the_same_whatever_their_size():
