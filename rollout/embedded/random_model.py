@@ -44,6 +44,8 @@ class RandomModelSpec:
     vocab: int = 640
     layer_types: tuple[str, ...] = ()
     """Empty: full attention everywhere. Else one of full_attention, linear_attention a layer."""
+    num_experts: int = 0
+    """A mixture of so many experts, two a token and a shared one, in each layer; 0: dense."""
     init_std: float = 0.06
     """Larger than a trained model's start, so that logits are not flat."""
     seed: int = 0
@@ -52,14 +54,15 @@ class RandomModelSpec:
 def write_random_model(folder: Path, spec: RandomModelSpec | None = None) -> Path:
     """Write a Qwen3.5 vision-language model of `spec` into `folder`, in fp32. Returns the folder."""
     import torch
-    from transformers import Qwen3_5ForConditionalGeneration
+    from transformers import Qwen3_5ForConditionalGeneration, Qwen3_5MoeForConditionalGeneration
 
     spec = spec or RandomModelSpec()
+    model_class = Qwen3_5MoeForConditionalGeneration if spec.num_experts else Qwen3_5ForConditionalGeneration
     folder.mkdir(parents=True, exist_ok=True)
     ids, vocab = _write_tokenizer(folder, spec.vocab)
     with torch.random.fork_rng():
         torch.manual_seed(spec.seed)
-        model = Qwen3_5ForConditionalGeneration(_config(spec, ids, vocab))
+        model = model_class(_config(spec, ids, vocab))
         for name, parameter in model.named_parameters():
             if parameter.dim() > 1 and "conv1d" not in name:
                 torch.nn.init.normal_(parameter, std=spec.init_std)
@@ -71,9 +74,16 @@ def write_random_model(folder: Path, spec: RandomModelSpec | None = None) -> Pat
 
 
 def _config(spec: RandomModelSpec, ids: dict[str, int], vocab: int) -> Any:
-    from transformers import Qwen3_5Config
+    from transformers import Qwen3_5Config, Qwen3_5MoeConfig
 
+    experts = {
+        "num_experts": spec.num_experts,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": spec.hidden,
+        "shared_expert_intermediate_size": spec.hidden,
+    }
     text = {
+        **(experts if spec.num_experts else {}),
         "vocab_size": vocab,
         "hidden_size": spec.hidden,
         "intermediate_size": 3 * spec.hidden,
@@ -108,7 +118,7 @@ def _config(spec: RandomModelSpec, ids: dict[str, int], vocab: int) -> Any:
         "out_hidden_size": spec.hidden,
         "num_position_embeddings": 2304,
     }
-    return Qwen3_5Config(
+    return (Qwen3_5MoeConfig if spec.num_experts else Qwen3_5Config)(
         text_config=text,
         vision_config=vision,
         image_token_id=ids["<|image_pad|>"],
