@@ -63,6 +63,8 @@ class RolloutWorker:
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
     _failure: BaseException | None = None
     _drops_in_a_row: int = 0
+    _stored_bytes: int = 0
+    """End of the last whole line in the store."""
     failures_in_a_row: Counter[str] = field(default_factory=Counter)
     """By task: its last groups had too few valid episodes."""
     quarantined: list[str] = field(default_factory=list)
@@ -96,6 +98,7 @@ class RolloutWorker:
         cut off; gives how many bytes those were. Raises DataError when a finished group is not in the store.
         """
         self._is_held = True
+        self.store.mend()
         self.num_stored, self._drops_in_a_row = state["num_stored"], state["drops_in_a_row"]
         self.failures_in_a_row = Counter(state.get("failures_in_a_row", {}))
         self.quarantined = list(state.get("quarantined", ()))
@@ -114,6 +117,7 @@ class RolloutWorker:
             self.sampler.add_tasks(self.quarantined)
             self.quarantined.clear()
             self.failures_in_a_row.clear()
+        self._stored_bytes = self.store.num_bytes
         self._admitted = [group for group in self.scheduler.groups.values() if not group.is_finished]
         for running in self._admitted:
             running.oldest_version = min(_versions(self._open_episodes(running)), default=None)
@@ -165,7 +169,7 @@ class RolloutWorker:
             "scheduler": self.scheduler.state_dict(),
             "sampler": self.sampler.state_dict(),
             "finished": {group_id: self._places[group_id] for group_id in self._finished},
-            "store_bytes": self.store.num_bytes,
+            "store_bytes": self._stored_bytes,
             "num_stored": self.num_stored,
             "drops_in_a_row": self._drops_in_a_row,
             "failures_in_a_row": dict(self.failures_in_a_row),
@@ -236,6 +240,7 @@ class RolloutWorker:
     def _close(self, group: EpisodeGroup) -> None:
         """The group's last episode is in: store it, then let it count."""
         self.store.append(group)
+        self._stored_bytes = self.store.num_bytes
         self._forget_open(group.group_id)
         self._settle(group, self.store.last_start)
         reasons = sorted({episode.error or "?" for episode in group.episodes})

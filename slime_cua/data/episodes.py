@@ -78,6 +78,15 @@ class EpisodeStore:
         """Size of the file; 0 when there is none."""
         return self.path.stat().st_size if self.path.exists() else 0
 
+    def mend(self) -> None:
+        """Remove a last line that was cut by a crash."""
+        if self.path.exists():
+            descriptor = os.open(self.path, os.O_RDWR)
+            try:
+                self.num_dropped_bytes = _cut_tail(descriptor)
+            finally:
+                os.close(descriptor)
+
     def cut(self, num_bytes: int) -> None:
         """Forget everything beyond the first `num_bytes`."""
         if self.num_bytes > num_bytes:

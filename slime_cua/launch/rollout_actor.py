@@ -140,8 +140,7 @@ class RolloutActor:
             ),
             open_groups=OpenGroups(episodes / "rl_open"),
         )
-        state = state or {**worker.state_dict(), "store_bytes": 0}
-        num_bytes = worker.restore(state)
+        num_bytes = worker.restore(state or worker.state_dict())
         if num_bytes:
             log.warning("cut %d bytes of groups that do not follow from the run state", num_bytes)
         worker.hold()

@@ -25,7 +25,15 @@ from slime_cua.config.run import RunConfig
 from slime_cua.core.errors import ConfigError, PreflightError
 from slime_cua.core.files import write_atomic
 from slime_cua.launch.run_state import SFT_FILE
-from slime_cua.trainer.folders import is_whole, remove, remove_leftovers, step_folder, whole_steps
+from slime_cua.trainer.folders import (
+    best_step,
+    is_read,
+    is_whole,
+    remove,
+    remove_leftovers,
+    step_folder,
+    whole_steps,
+)
 
 MAY_CHANGE = (
     "num_steps",
@@ -126,12 +134,16 @@ class RunDir:
         return is_whole(self.checkpoint(step))
 
     def remove_checkpoints(self, *, but: Sequence[int], folder: Path | None = None) -> None:
-        """Remove RL checkpoints (or those in `folder`) that the run state does not name, and what interrupted saves left."""
+        """Remove RL checkpoints (or those in `folder`) that the run state does not name, and what interrupted saves left.
+
+        The one with the best score stays, and so do those that somebody reads.
+        """
         folder = folder or self.checkpoints
         remove_leftovers(folder)
         for step in whole_steps(folder):
-            if step not in but:
-                remove(step_folder(folder, step))
+            path = step_folder(folder, step)
+            if step not in but and step != best_step(folder) and not is_read(path):
+                remove(path)
 
     def remove_sft_checkpoints(self) -> None:
         """The cold start is exported: it needs its checkpoints no more."""

@@ -82,7 +82,7 @@ def prune(folder: Path, keep: int | None) -> None:
     steps = sorted(whole_steps(folder))
     best = best_step(folder)
     for step in steps[: -max(keep, 1)]:
-        if step != best and not _is_read(step_folder(folder, step)):
+        if step != best and not is_read(step_folder(folder, step)):
             remove(step_folder(folder, step))
 
 
@@ -118,7 +118,8 @@ def reading(path: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
-def _is_read(path: Path) -> bool:
+def is_read(path: Path) -> bool:
+    """Whether somebody is inside `reading(path)`."""
     if not (path / READERS).is_file():
         return False
     with (path / READERS).open() as file:

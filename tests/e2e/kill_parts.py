@@ -61,7 +61,9 @@ def config_of(folder: Path, number: int = 0) -> RunConfig:
             groups_per_step=2,
             episodes_per_group=3,
             max_infra_retries=1,
-            scheduler=SchedulerConfig(filters_flat_groups=number % 2 == 1, max_filtered_per_step=2),
+            scheduler=SchedulerConfig(
+                filters_flat_groups=number % 2 == 1, max_filtered_per_step=2, max_task_failures=0
+            ),
         ),
         trainer=TrainerConfig(
             dtype="fp32",

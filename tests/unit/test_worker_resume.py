@@ -11,7 +11,7 @@ from rollout.group import run_group
 from rollout.player import Player
 from rollout.replay.clock import run_virtual
 from rollout.scheduler import Scheduler
-from rollout.worker import MAX_CONSECUTIVE_DROPS, RolloutWorker
+from rollout.worker import RolloutWorker
 from slime_cua.algo.frontier import FrontierSampler
 from slime_cua.config.rollout import RolloutConfig, SchedulerConfig
 from slime_cua.core.errors import DataError, InfrastructureError, SandboxError
@@ -145,6 +145,18 @@ def test_what_does_not_follow_from_the_state_is_cut_off_and_a_missing_group_is_n
         Rig(tmp_path, {**lost, "finished": {"g000050": 0}})
 
 
+def test_a_line_that_a_crash_cut_is_no_part_of_the_next_state(tmp_path):
+    state = run_virtual(Rig(tmp_path).live(1, 0.0))
+    whole = (tmp_path / "rl.jsonl").read_bytes()
+    with (tmp_path / "rl.jsonl").open("ab") as file:
+        file.write(whole[:100])
+    second = Rig(tmp_path, state)
+    assert second.worker.state_dict()["store_bytes"] == len(whole)
+    state = run_virtual(second.live(2, 2.0))
+    third = Rig(tmp_path, state)
+    assert third.num_cut == 0 and third.worker.num_stored == second.worker.num_stored
+
+
 def test_a_group_goes_on_with_its_finished_attempts_and_their_replacements():
     async def play(name):
         played.append(name)
@@ -193,13 +205,13 @@ def test_a_pool_that_never_scores_ends_with_the_reasons_and_the_count_survives_a
     first = Broken(tmp_path)
     state = run_virtual(first.live(0, 3.0))
     num_before = first.worker.num_stored
-    assert 0 < num_before < MAX_CONSECUTIVE_DROPS
+    assert 0 < num_before < 3 * len(TASKS)
     second = Broken(tmp_path, state)
     with pytest.raises(
-        InfrastructureError, match=r"12 groups in a row had no two valid episodes; .*no desktop boots"
+        InfrastructureError, match=r"all 4 tasks are quarantined: 3 groups of each .*no desktop boots"
     ):
         run_virtual(second.live(1, 0.0))
-    assert second.worker.num_stored == MAX_CONSECUTIVE_DROPS, "those before the interruption count"
+    assert second.worker.num_stored == 3 * len(TASKS), "those before the interruption count"
 
 
 async def test_a_clock_that_is_set_back_gives_no_negative_duration(monkeypatch):
