@@ -15,7 +15,7 @@ import sys
 import time
 from pathlib import Path
 
-from rollout.replay.policies import DEFAULT, OPTIONS, POLICIES
+from rollout.replay.policies import DEFAULT, FORESIGHT, OPTIONS, POLICIES
 from rollout.replay.scenario import PRESETS, ScenarioConfig, SiteConfig
 from slime_cua.launch.simulate import GeneratedTrace, compare
 
@@ -27,12 +27,13 @@ def scenarios(num_steps: int) -> list[tuple[str, ScenarioConfig, list[str]]]:
     """(heading, scenario, policies)."""
     long_tail, short, large = (PRESETS[name]() for name in ("long_tail", "short", "large"))
     equal = SiteConfig(step_token_share=0.0)
-    every, ours = [*DEFAULT, *OPTIONS], ["sync", "one_step_off", "ours_1", "ours_1_ahead"]
+    every = [*DEFAULT, *FORESIGHT, *OPTIONS]
+    ours = ["sync", "one_step_off", "ours_1", "ours_1_ahead", "foreseeing_64"]
     steps = {"num_steps": num_steps}
     return [
         ("Episodes of 20 s to 40 min, 32 GPUs, 128 desktops", long_tail.model_copy(update=steps), every),
         (
-            "The same with equal steps (there the bound in draw order is exact)",
+            "The same with equal steps (there the bound for a start order is exact)",
             long_tail.model_copy(update={**steps, "site": equal}),
             ours,
         ),

@@ -73,7 +73,8 @@ class SchedulerConfig(ConfigModel):
     num_ahead_groups: int = Field(0, ge=0)
     """Tasks drawn ahead and held back, so that tasks of like duration run together and fewer steps wait for a long one.
     They start longest to shortest, then from the longest again: each after two such rounds at the latest. The sampler
-    chooses them so much earlier, and a step's groups resemble each other in duration."""
+    chooses them so much earlier, and a step's groups resemble each other in duration. Where episodes last longer than a
+    step, 8 x groups_per_step is recommended (docs/pipeline.md)."""
     filters_flat_groups: bool = False
     """Groups whose valid episodes all scored the same are not trained; others are admitted in their place."""
     max_filtered_per_step: int = Field(16, ge=0)

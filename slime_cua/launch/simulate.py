@@ -15,7 +15,7 @@ from omegaconf import OmegaConf
 
 from rollout.replay.bound import idle_bound
 from rollout.replay.generate import GeneratedTrace
-from rollout.replay.policies import DEFAULT, OPTIONS, POLICIES
+from rollout.replay.policies import DEFAULT, FORESIGHT, OPTIONS, POLICIES
 from rollout.replay.report import comparison, goals, trace_text
 from rollout.replay.scenario import PRESETS, ScenarioConfig
 from rollout.replay.simulate import Replay, mean_step_tokens, simulate
@@ -45,7 +45,7 @@ def scenario_and_trace(path: Path | None, preset: str, overrides: list[str]) -> 
 
 def chosen(text: str) -> list[str]:
     """Policy names of --policies. Raises ConfigError for an unknown one."""
-    names = {"default": list(DEFAULT), "all": [*DEFAULT, *OPTIONS]}.get(text) or text.split(",")
+    names = {"default": list(DEFAULT), "all": [*DEFAULT, *FORESIGHT, *OPTIONS]}.get(text) or text.split(",")
     for name in names:
         if name not in POLICIES:
             raise ConfigError(
