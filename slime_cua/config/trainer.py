@@ -71,9 +71,12 @@ class TrainerConfig(ConfigModel):
     lora: LoraConfig = LoraConfig()
     reference_model: str = ""
     """Hugging Face folder of the frozen reference policy, of the same shape. Empty: the model that training started from; with
-    adapters that is the model with them off."""
+    adapters it must be, and the reference is the model with them off."""
     recompute: Literal["none", "selective", "full"] = "none"
     use_distributed_optimizer: bool = True
+    offload_optimizer: bool = False
+    """Adam's two moments (8 of 12 bytes a parameter) wait in the host's memory between steps: room for activations, at the
+    cost of two copies a step."""
     timeout_s: float = Field(600.0, gt=0)
     """A trainer call in which no rank makes progress (a micro-batch, a tensor written) for so long is given up: a
     collective hangs. Also the deadline of the collectives themselves."""

@@ -187,8 +187,7 @@ def _restore(
     except (CheckpointingException, KeyError, RuntimeError, ValueError) as error:
         raise CheckpointError(f"{path} does not fit this model: {error}") from error
     model.module.load_state_dict(loaded["model"])
-    if model.vision is not None:
-        model.vision.forget()
+    model.forget_images()
     optimizer.megatron.load_state_dict(loaded["optimizer"])
     optimizer.num_steps = int(manifest["optimizer_steps"])
     own_file = path / f"rank_{layout.rank:05d}.pt"

@@ -172,9 +172,16 @@ class ExtraForwards:
             return
         if name == REFERENCE and REFERENCE not in self._copies:
             self._read_reference()
-        is_bare = name == REFERENCE and self._model.adapters is not None
-        with self._copies.in_use(name), self._model.adapters.off() if is_bare else contextlib.nullcontext():
-            yield
+        with self._copies.in_use(name):
+            if name != REFERENCE or self._reference is None:
+                yield
+                return
+            # Another folder may have another vision tower: features of one are not the other's.
+            self._model.forget_images()
+            try:
+                yield
+            finally:
+                self._model.forget_images()
 
     def _read_reference(self) -> None:
         folder = self._reference or self._hf_dir

@@ -26,6 +26,11 @@ NAME = "default"
 
 def check_lora(config: TrainerConfig, num_experts: int) -> None:
     """Raise ConfigError for adapters that mcore-bridge cannot build."""
+    if config.lora.rank and config.reference_model:
+        raise ConfigError(
+            "trainer.reference_model must be empty with trainer.lora: mcore-bridge cannot read a folder into a model that has "
+            "adapters; the reference is then the base model"
+        )
     parallel = config.parallel
     is_on_experts = num_experts and "feed_forward" in config.lora.targets
     if config.lora.rank and is_on_experts and parallel.tp > 1 and parallel.ep == 1:

@@ -87,6 +87,11 @@ class PolicyModel:
         _keep_expert_layout(bridge, expert_layout(tensors, read_config(hf_dir)))
         bridge.load_weights([self.module], str(hf_dir))
 
+    def forget_images(self) -> None:
+        """Drop remembered features of the vision tower: its weights are others now."""
+        if self.vision is not None:
+            self.vision.forget()
+
     def export(self) -> Iterator[tuple[str, torch.Tensor]]:
         """(name, whole tensor) pairs as in the folder loaded, adapters merged. All ranks must iterate to the end together."""
         with self.adapters.merged() if self.adapters is not None else contextlib.nullcontext():

@@ -11,6 +11,8 @@ import megatron_patches
 from slime_cua.config.trainer import OptimizerConfig, TrainerConfig
 from slime_cua.trainer.model import DTYPES, PolicyModel
 
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
 
 def learning_rate(step: int, config: OptimizerConfig) -> float:
     """Rate of optimiser step `step` (0-based): linear warm-up, then constant, or cosine to min_lr over decay_steps.
@@ -36,6 +38,7 @@ class Optimizer:
 
         section = config.optimizer
         self._model, self._section = model, section
+        self._is_offloaded = config.offload_optimizer
         self.num_steps = 0
         """Optimiser steps taken; decides the learning rate."""
         self.ddp: Any = DistributedDataParallel(
@@ -67,6 +70,19 @@ class Optimizer:
         """Forget gradients."""
         self.ddp.zero_grad_buffer()
         self.megatron.zero_grad()
+
+    def move_moments(self, device: torch.device | None) -> None:
+        """Adam's moments to `device`; None: to where their parameters are. Offloaded ones go to pinned memory where CUDA is."""
+        for part in getattr(self.megatron, "chained_optimizers", [self.megatron]):
+            for parameter, state in part.optimizer.state.items():
+                for name in MOMENTS:
+                    moment = state.get(name)
+                    if moment is None:
+                        continue
+                    there = parameter.device if device is None else device
+                    moved = moment.to(there, non_blocking=device is None)
+                    is_pinnable = there.type == "cpu" and moment.is_cuda
+                    state[name] = moved.pin_memory() if is_pinnable else moved
 
     def allocate_state(self) -> None:
         """Give torch's AdamW the moments it would make at its first step (zero, step 0): saving and loading need them."""
@@ -103,6 +119,10 @@ class Optimizer:
         norm = float(self.megatron.get_grad_norm())
         if not math.isfinite(norm):
             return {"grad_norm": norm, "lr": rate, "skipped": 1.0}
+        if self._is_offloaded:
+            self.move_moments(None)
         self.megatron.step()
+        if self._is_offloaded:
+            self.move_moments(torch.device("cpu"))
         self.num_steps += 1
         return {"grad_norm": norm, "lr": rate, "skipped": 0.0}

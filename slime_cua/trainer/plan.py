@@ -59,7 +59,7 @@ class Workload:
     is_vision_frozen: bool = True
     is_optimizer_distributed: bool = True
     is_optimizer_offloaded: bool = False
-    """Optimiser state on the host between steps; it is on the GPU while a step is taken, activations are gone then."""
+    """The moments (two thirds of the optimiser) on the host between steps; activations are gone when they are back."""
 
 
 @dataclass(frozen=True)
@@ -92,8 +92,8 @@ def plan(config: Mapping[str, Any], parallel: ParallelConfig, work: Workload) ->
     patches = work.num_tokens * work.image_share * shape.vision.merge**2 / parallel.tp
     transient = _transient(shape, parallel, work)
     if work.is_optimizer_offloaded:
-        # Only one of the two is there at a time: state during the update, activations before it.
-        optimizer = max(0.0, optimizer - kept - working - transient)
+        # Moments are there during the update, activations before it: what both need is needed once.
+        optimizer = optimizer / 3 + max(0.0, optimizer * 2 / 3 - kept - working - transient)
     return Plan(
         weights=sum(BF16 * count for _, count in held),
         gradients=sum(FP32 * count for _, count in trained),
