@@ -304,10 +304,10 @@ class OneProcessSession(Session):
         super()._bring_up_rollout()
 
     def _ask(self, call: Any, timeout_s: float) -> Any:
-        if self._is_lost_now(0.02):
+        if self._is_lost_now(0.03):
             self._rollout.lose()
         answer = call.result(timeout_s)
-        if self._is_lost_now(0.02):
+        if self._is_lost_now(0.03):
             self._rollout.lose()
             raise RolloutLost("killed after its answer")
         return answer
@@ -325,7 +325,7 @@ class OneProcessSession(Session):
     @contextlib.contextmanager
     def trainer(self, model: Path, optimizer: OptimizerConfig) -> Any:
         trainer = SteadyTrainer(
-            lambda: OneRank(self.config.trainer, model, lambda: self._is_lost_now(0.02)),
+            lambda: OneRank(self.config.trainer, model, lambda: self._is_lost_now(0.03)),
             self.faults,
             self.console.say,
             self.run.logs,

@@ -82,7 +82,7 @@ def kill_until_done(folder: Path, config: RunConfig, model: Path, rng: random.Ra
     """Start the same command again and again; how often it was killed, by kind."""
     moments: Counter[str] = Counter()
     while True:
-        mode = rng.choices(MODES, (6, 2, 2))[0]
+        mode = rng.choices(MODES, (7, 2, 1))[0]
         seed, wait_s = rng.randrange(1 << 30), rng.uniform(0.2, 2.5)
         pid = forked(folder, lambda mode=mode, seed=seed: run_to_its_end(folder, config, model, mode, seed))
         if mode == "signal":
