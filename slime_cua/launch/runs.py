@@ -112,7 +112,7 @@ def summarise(run: Path) -> RunSummary:
 def _status(run: Path, phases: dict[str, Any], step: int) -> Status:
     if is_running(run):
         return "running"
-    if (run / "report.html").exists() and (step == 0 or "rl" in phases):
+    if "pool" in phases or ((run / "report.html").exists() and (step == 0 or "rl" in phases)):
         return "done"
     return "stopped" if phases or step or (run / "episodes").exists() else "new"
 

@@ -113,6 +113,8 @@ def play(config: RunConfig, tasks: Sequence[Task]) -> list[Episode]:
             episodes: list[Episode] = session.play(
                 "evaluate", PHASE, attempts, config.rollout.sampling.temperature, what="pool"
             )
+        num_valid = float(sum(episode.is_valid for episode in episodes))
+        session.run.finish_phase(PHASE, {"num_valid": num_valid, "num_declared": float(len(attempts))})
     return episodes
 
 
