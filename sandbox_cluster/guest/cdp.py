@@ -213,11 +213,11 @@ async def _debugger_path(desktop: Desktop, wait_s: float, launch: bool) -> str:
 
 
 async def _get(desktop: Desktop, path: str) -> bytes:
-    """Body of a small GET; the Host header is the loopback address, which Chrome insists on."""
+    """Body of a small GET. Chrome insists on HTTP/1.1 and on the loopback address as Host, and keeps the connection open."""
     reader, writer = await asyncio.open_connection(sock=await desktop.connect(CDP_PORT), limit=1 << 20)
     try:
         writer.write(
-            f"GET {path} HTTP/1.0\r\nHost: 127.0.0.1:{CDP_PORT}\r\nConnection: close\r\n\r\n".encode()
+            f"GET {path} HTTP/1.1\r\nHost: 127.0.0.1:{CDP_PORT}\r\nConnection: close\r\n\r\n".encode()
         )
         head = await reader.readuntil(b"\r\n\r\n")
         length = next(

@@ -31,16 +31,23 @@ _HISTORY = {
 }
 _SCHEMA = """
 CREATE TABLE meta(key LONGVARCHAR NOT NULL UNIQUE PRIMARY KEY, value LONGVARCHAR);
-INSERT INTO meta VALUES ('mmap_status', '-1'), ('version', '58'), ('last_compatible_version', '16');
+INSERT INTO meta VALUES ('mmap_status', '-1'), ('version', '70'), ('last_compatible_version', '16');
 CREATE TABLE urls(id INTEGER PRIMARY KEY AUTOINCREMENT, url LONGVARCHAR, title LONGVARCHAR, visit_count INTEGER DEFAULT 0 NOT NULL,
     typed_count INTEGER DEFAULT 0 NOT NULL, last_visit_time INTEGER NOT NULL, hidden INTEGER DEFAULT 0 NOT NULL);
 CREATE TABLE visits(id INTEGER PRIMARY KEY AUTOINCREMENT, url INTEGER NOT NULL, visit_time INTEGER NOT NULL, from_visit INTEGER,
-    transition INTEGER DEFAULT 0 NOT NULL, segment_id INTEGER, visit_duration INTEGER DEFAULT 0 NOT NULL,
-    incremented_omnibox_typed_score BOOLEAN DEFAULT FALSE NOT NULL);
+    external_referrer_url TEXT, transition INTEGER DEFAULT 0 NOT NULL, segment_id INTEGER, visit_duration INTEGER DEFAULT 0 NOT NULL,
+    incremented_omnibox_typed_score BOOLEAN DEFAULT FALSE NOT NULL, opener_visit INTEGER, originator_cache_guid TEXT,
+    originator_visit_id INTEGER, originator_from_visit INTEGER, originator_opener_visit INTEGER,
+    is_known_to_sync BOOLEAN DEFAULT FALSE NOT NULL, consider_for_ntp_most_visited BOOLEAN DEFAULT FALSE NOT NULL,
+    visited_link_id INTEGER DEFAULT 0 NOT NULL, app_id TEXT);
 CREATE INDEX urls_url_index ON urls (url);
 CREATE INDEX visits_url_index ON visits (url);
+CREATE INDEX visits_from_index ON visits (from_visit);
 CREATE INDEX visits_time_index ON visits (visit_time);
+CREATE INDEX visits_originator_id_index ON visits (originator_visit_id);
 """
+"""The two tables that a visit is in, as Chromium 156 has them; it makes the others when it starts. An older one takes a newer file
+as long as `last_compatible_version` is not above its own."""
 _LINK = 805306368
 """Transition of a visit: a followed link, first and last of its chain."""
 
@@ -105,7 +112,8 @@ def history_file(visits: Sequence[Mapping[str, Any]], now_s: float) -> bytes:
                 (number, visit["url"], visit["title"], moment),
             )
             base.execute(
-                "INSERT INTO visits VALUES (?, ?, ?, 0, ?, 0, 0, 0)", (number, number, moment, _LINK)
+                "INSERT INTO visits (id, url, visit_time, from_visit, transition, segment_id) VALUES (?, ?, ?, 0, ?, 0)",
+                (number, number, moment, _LINK),
             )
         base.commit()
         base.close()
