@@ -17,6 +17,11 @@ from slime_cua.config.sandbox import DesktopConfig
 AGENT_PATH = "/agent.py"
 MODULES_PATH = "/opt/lib"
 """Python modules of ours for programs inside (PYTHONPATH in agent.py)."""
+CHROME_PATH = "/opt/bin/google-chrome"
+CHROME = b"""#!/bin/sh
+exec chromium --no-sandbox --disable-gpu --no-first-run --password-store=basic --user-data-dir="$HOME/.config/google-chrome" "$@"
+"""
+"""What OSWorld's tasks call Chrome, if the machine has Chromium; its own sandbox needs the namespaces that ours denies."""
 _ETC = (
     "fonts", "alternatives", "xdg", "X11", "gtk-2.0", "gtk-3.0", "mime.types", "localtime", "timezone",
     "ld.so.cache", "ld.so.conf", "ld.so.conf.d", "dbus-1", "libreoffice", "chromium", "chromium.d", "ssl/certs",
@@ -76,7 +81,11 @@ def arguments(config: DesktopConfig, own: dict[str, bytes], data: DataFiles) -> 
         *_tmpfs("/run", _RUN_MB),
         *("--dir", FRAMEBUFFER_DIR),
         *_tmpfs(HOME, _files_mb(config)),
-        *(word for path, file in own.items() for word in ("--ro-bind-data", str(data.add(file)), path)),
+        *(
+            word
+            for path, file in own.items()
+            for word in ("--perms", "0755", "--ro-bind-data", str(data.add(file)), path)
+        ),
         *("--remount-ro", "/"),
     ]
 

@@ -26,7 +26,15 @@ from sandbox_cluster.api import Settle
 from sandbox_cluster.guest.home import home_files
 from sandbox_cluster.guest.link import AgentLink
 from sandbox_cluster.providers import limits
-from sandbox_cluster.providers.bubblewrap import AGENT_PATH, MODULES_PATH, DataFiles, arguments, program
+from sandbox_cluster.providers.bubblewrap import (
+    AGENT_PATH,
+    CHROME,
+    CHROME_PATH,
+    MODULES_PATH,
+    DataFiles,
+    arguments,
+    program,
+)
 from sandbox_cluster.providers.desktop import Desktop
 from sandbox_cluster.providers.local_driver import LocalDriver, Workers
 from sandbox_cluster.providers.preflight import check_machine
@@ -76,6 +84,7 @@ class LocalProvider:
         self._own = {
             AGENT_PATH: (guest / "agent.py").read_bytes(),
             f"{MODULES_PATH}/pyautogui.py": (guest / "pyautogui_inside.py").read_bytes(),
+            CHROME_PATH: CHROME,
         }
 
     async def check(self) -> None:

@@ -23,11 +23,7 @@ pytestmark = [
     pytest.mark.desktop,
     pytest.mark.skipif(shutil.which("chromium") is None, reason="chromium is not installed"),
 ]
-PROFILE = "/home/user/.config/google-chrome"
-CHROMIUM = [
-    *("chromium", "--no-sandbox", "--disable-gpu", "--no-first-run", "--password-store=basic"),
-    *("--remote-debugging-port=9222", f"--user-data-dir={PROFILE}", "file:///home/user/first.html"),
-]
+CHROMIUM = ["google-chrome", "--remote-debugging-port=9222", "file:///home/user/first.html"]
 PAGE = """<title>Shop</title><h3>Head</h3><p class="price old">5 <b>EUR</b></p><p class="price">7</p>
 <label>Name of <i>buyer</i></label><input id="who" value=" Ann "><a href="second.html">next</a>"""
 TIMEOUT_S = 240.0
