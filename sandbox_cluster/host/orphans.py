@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import ctypes
 import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -36,13 +37,18 @@ def adopting_orphans() -> Iterator[None]:
 
 
 async def collect_orphans() -> None:
-    """Until cancelled. A child that is still a zombie at the second look has nobody who waits for it."""
+    """Until cancelled. A child that is still a zombie at the second look has nobody who waits for it; one that is the first
+    process of a sandbox and a child of ours has lost its parent before it could ask to die with it, and is ended."""
     seen: set[int] = set()
-    while True:
-        await asyncio.sleep(EVERY_S)
-        zombies = set(zombie_children())
-        _collect(zombies & seen)
-        seen = zombies - seen
+    try:
+        while True:
+            await asyncio.sleep(EVERY_S)
+            _end(stranded_children())
+            zombies = set(zombie_children())
+            _collect(zombies & seen)
+            seen = zombies - seen
+    finally:
+        _end(stranded_children())
 
 
 def _collect(pids: set[int]) -> None:
@@ -51,13 +57,43 @@ def _collect(pids: set[int]) -> None:
             os.waitpid(pid, os.WNOHANG)
 
 
+def _end(pids: list[int]) -> None:
+    for pid in pids:
+        with contextlib.suppress(OSError):
+            os.kill(pid, signal.SIGKILL)
+
+
 def zombie_children() -> list[int]:
     """Children of this process that have ended and were not collected."""
+    return [pid for pid in _children() if _is_zombie(pid)]
+
+
+def stranded_children() -> list[int]:
+    """Adopted first processes of sandboxes: those we start ourselves are in our own process namespace."""
+    return [pid for pid in _children() if _is_first_of_a_namespace(pid) and not _is_zombie(pid)]
+
+
+def _children() -> list[int]:
     found = []
     for children in Path("/proc/self/task").glob("*/children"):
         with contextlib.suppress(OSError):
             found += [int(pid) for pid in children.read_text().split()]
-    return [pid for pid in found if _is_zombie(pid)]
+    return found
+
+
+def _is_first_of_a_namespace(pid: int) -> bool:
+    depth = len(_namespace_pids("self"))
+    numbers = _namespace_pids(str(pid))
+    return len(numbers) > depth and numbers[depth] == "1"
+
+
+def _namespace_pids(name: str) -> list[str]:
+    """Numbers of a process from ours inwards; none when it is gone."""
+    with contextlib.suppress(OSError):
+        for line in Path(f"/proc/{name}/status").read_text().splitlines():
+            if line.startswith("NSpid:"):
+                return line.split()[1:]
+    return []
 
 
 def _is_zombie(pid: int) -> bool:

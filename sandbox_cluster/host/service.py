@@ -27,6 +27,7 @@ from sandbox_cluster.host.work import Work
 from sandbox_cluster.judge.jail import Jail
 from sandbox_cluster.providers import make_provider
 from sandbox_cluster.providers.base import SandboxProvider
+from sandbox_cluster.providers.marks import end_marked, set_mark
 from sandbox_cluster.serving import Tokens, bind, event, parse_tokens, serve
 from slime_cua.config.base import validate
 from slime_cua.config.sandbox import SandboxConfig
@@ -114,7 +115,7 @@ async def _run(options: argparse.Namespace, config: SandboxConfig, host_tokens: 
     await jail.check()
     provider = make_provider(config.provider, config, state, host_id, config.max_boots)
     await provider.check()
-    num_reaped = await provider.reap()
+    num_reaped = await provider.reap() + await asyncio.to_thread(end_marked, set_mark(host_id, state))
     event("host_starts", host=host_id, provider=config.provider, num_reaped=num_reaped)
     with bind(options.listen, options.port) as sock:
         host = assemble(

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from sandbox_cluster.judge.evaluators import INSTALL, Evaluators, find_evaluators
+from sandbox_cluster.providers.marks import marked
 from sandbox_cluster.providers.seccomp import jail_program
 from slime_cua.core.errors import JudgeError, PreflightError
 
@@ -185,7 +186,7 @@ class Jail:
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=chatter,
                 stderr=chatter,
-                env=_ENVIRONMENT,
+                env=marked(_ENVIRONMENT),
                 pass_fds=(*handles.values(), answer),
                 start_new_session=True,
                 **drop,

@@ -37,6 +37,7 @@ from sandbox_cluster.providers.bubblewrap import (
 )
 from sandbox_cluster.providers.desktop import Desktop
 from sandbox_cluster.providers.local_driver import LocalDriver, Workers
+from sandbox_cluster.providers.marks import marked
 from sandbox_cluster.providers.preflight import check_machine
 from sandbox_cluster.providers.records import Records
 from sandbox_cluster.providers.seccomp import denylist_program
@@ -202,7 +203,7 @@ class LocalProvider:
             stderr=log,
             pass_fds=(control.fileno(), *data.files),
             cwd="/",
-            env={"PATH": "/usr/bin:/bin"},
+            env=marked({"PATH": "/usr/bin:/bin"}),
             start_new_session=True,
             user=None if claim is None else claim.uid,
             group=None if claim is None else claim.uid,
