@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from typing import Any
 
 from sandbox_cluster.api import EvaluateReply, EvaluateRequest
@@ -45,7 +46,7 @@ async def evaluate(
                 now_s=setup.started_s(desktop) if evaluator.now_s is None else evaluator.now_s,
                 end_mono=end,
             )
-            verdict = await _one(scene, check)
+            verdict = await _one(scene, check, setup.written(desktop))
             verdicts.append(verdict)
             if verdict.score is None or _is_decided(evaluator, verdict.score):
                 break
@@ -56,8 +57,10 @@ async def evaluate(
         return EvaluateReply(score=None, invalid_reason=f"{type(error).__name__}: {error}")
 
 
-async def _one(scene: Scene, check: Check) -> Verdict:
+async def _one(scene: Scene, check: Check, written: Mapping[str, bytes]) -> Verdict:
     await fetch(scene, check.result)
+    if check.kind == "code":
+        scene.golden = written
     if check.has_expected:
         await fetch(scene, check.expected)
     job: dict[str, Any] = {"kind": check.kind, "func": check.func, "arguments": scene.inputs.arguments}

@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 
 from sandbox_cluster.judge.jail import Jail
-from sandbox_cluster.providers.desktop import Desktop
+from sandbox_cluster.providers.desktop import Desktop, absolute
 from slime_cua.core.errors import JudgeError, SandboxError, TaskError
 
 MAX_FILE_BYTES = 64 << 20
@@ -52,6 +52,8 @@ class Scene:
     now_s: float
     """Unix time that relative dates refer to."""
     end_mono: float
+    golden: Mapping[str, bytes] = field(default_factory=dict)
+    """Files as set-up wrote them, which stand in for those on the desktop: the policy may have changed its golden copy."""
 
     def left_s(self) -> float:
         """Seconds until this judge's deadline, never below 0.1."""
@@ -64,6 +66,8 @@ class Scene:
     async def read(self, path: str) -> bytes | None:
         """The file's bytes; None when there is none, it is no regular file or the desktop's user may not read it."""
         try:
+            if (place := absolute(path, self.desktop.platform)) in self.golden:
+                return self.golden[place]
             return await self.desktop.get_file(path, MAX_FILE_BYTES)
         except OSError:
             return None

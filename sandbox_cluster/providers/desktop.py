@@ -162,11 +162,11 @@ class Desktop:
 
     async def put_file(self, path: str, data: bytes) -> None:
         """Write a file as the desktop's user; `~` is HOME, missing parents are made. OSError as the desktop gave it."""
-        await self._driver.put_file(_absolute(path, self.platform), data)
+        await self._driver.put_file(absolute(path, self.platform), data)
 
     async def get_file(self, path: str, max_bytes: int = DEFAULT_FILE_BYTES) -> bytes:
         """A regular file's bytes. OSError: missing, not regular, no permission, larger than max_bytes."""
-        return await self._driver.get_file(_absolute(path, self.platform), max_bytes)
+        return await self._driver.get_file(absolute(path, self.platform), max_bytes)
 
     async def connect(self, port: int) -> socket.socket:
         """A connection to a TCP port inside the desktop; the caller closes it. OSError if nobody listens there."""
@@ -235,7 +235,7 @@ def argv_of(command: str | Sequence[str], is_shell: bool, platform: Platform = L
     return tuple(argv)
 
 
-def _absolute(path: str, platform: Platform) -> str:
+def absolute(path: str, platform: Platform) -> str:
     """`path` with a leading ~ as HOME, relative to HOME otherwise. ValueError for an empty one or one with NUL."""
     if not path or "\0" in path:
         raise ValueError(f"not a path on the desktop: {path!r}")

@@ -13,7 +13,7 @@ from weakref import WeakKeyDictionary
 import httpx
 
 from sandbox_cluster.api import ExecuteReply
-from sandbox_cluster.providers.desktop import Desktop
+from sandbox_cluster.providers.desktop import Desktop, absolute
 from sandbox_cluster.tasks.browser_steps import BROWSER_STEPS
 from sandbox_cluster.tasks.steps import check_step, file_bytes
 from slime_cua.core.errors import SandboxError, TaskError
@@ -35,6 +35,8 @@ _WINDOW_STEPS = {
     "change_wallpaper": "/setup/change_wallpaper",
 }
 
+MAX_KEPT_BYTES = 64 << 20
+"""Of files that steps wrote, kept in the host's memory until the desktop ends."""
 MAX_REDIRECTS = 5
 GuestServer = Callable[[Desktop], Any]
 """Desktop -> ASGI application with OSWorld's endpoints."""
@@ -55,6 +57,7 @@ class Setup:
         self._allowed_urls, self._password, self._downloads = allowed_urls, password, downloads
         self._caches: WeakKeyDictionary[Desktop, dict[str, bytes]] = WeakKeyDictionary()
         self._started: WeakKeyDictionary[Desktop, float] = WeakKeyDictionary()
+        self._written: WeakKeyDictionary[Desktop, dict[str, bytes]] = WeakKeyDictionary()
 
     def started_s(self, desktop: Desktop) -> float:
         """Unix time of the desktop's first set-up: what relative dates of its task refer to until its judge."""
@@ -63,6 +66,17 @@ class Setup:
     def cache(self, desktop: Desktop) -> dict[str, bytes]:
         """Outputs that steps of this desktop kept by name."""
         return self._caches.setdefault(desktop, {})
+
+    def written(self, desktop: Desktop) -> dict[str, bytes]:
+        """What steps wrote, by path: golden copies as they were before anybody acted. At most MAX_KEPT_BYTES a desktop."""
+        return self._written.setdefault(desktop, {})
+
+    async def _write(self, desktop: Desktop, path: str, data: bytes) -> None:
+        await desktop.put_file(path, data)
+        kept, path = self.written(desktop), absolute(path, desktop.platform)
+        kept.pop(path, None)
+        if len(data) + sum(map(len, kept.values())) <= MAX_KEPT_BYTES:
+            kept[path] = data
 
     async def run(self, desktop: Desktop, steps: Sequence[Mapping[str, Any]], timeout_s: float) -> float:
         """Seconds it took. Raises TaskError (a bad step), SandboxError (a step failed or took too long)."""
@@ -96,12 +110,12 @@ class Setup:
             await desktop.launch(command, is_shell)
         elif kind == "upload_file":
             for file in parameters["files"]:
-                await desktop.put_file(file["path"], file_bytes(file, where))
+                await self._write(desktop, file["path"], file_bytes(file, where))
         elif kind == "download":
             for file in parameters["files"]:
-                await desktop.put_file(file["path"], await self.fetch(file["url"], where))
+                await self._write(desktop, file["path"], await self.fetch(file["url"], where))
         elif kind == "create_file":
-            await desktop.put_file(parameters["path"], str(parameters.get("content", "")).encode())
+            await self._write(desktop, parameters["path"], str(parameters.get("content", "")).encode())
         elif kind in BROWSER_STEPS:
             await BROWSER_STEPS[kind](desktop, parameters, left_s)
         elif kind in ("create_folder", "recycle_file"):

@@ -77,6 +77,25 @@ async def test_a_judge_gets_commands_and_golden_copies(desktop: Desktop) -> None
     assert (await score(desktop, {"judges": [item]})).score == 1.0
 
 
+async def test_a_golden_copy_is_what_the_set_up_wrote_whatever_became_of_it(desktop: Desktop) -> None:
+    kept = setup()
+    files = [
+        {"path": "~/.golden", "content": "right"},
+        {"path": "/home/user/a.txt", "content": "start"},
+    ]
+    await kept.run(desktop, [{"type": "upload_file", "parameters": {"files": files}}], 60.0)
+    for path in ("/home/user/.golden", "/home/user/a.txt"):
+        await desktop.put_file(path, b"anything")
+    same = "def call_rule_judge_1(result, expected):\n    return float(open(result).read() == open(expected).read())"
+    golden = {"type": "vm_file", "path": "/home/user/.golden"}
+    request = EvaluateRequest(
+        evaluator={"judges": [{**judge(code=same), "expected_getter": golden}]}, last_action="DONE"
+    )
+    assert (await evaluate(desktop, request, Jail(JailConfig()), kept, 120.0)).score == 0.0
+    await desktop.put_file("/home/user/a.txt", b"right")
+    assert (await evaluate(desktop, request, Jail(JailConfig()), kept, 120.0)).score == 1.0
+
+
 async def test_a_file_that_is_not_there_is_none_to_the_judge(desktop: Desktop) -> None:
     code = "def call_rule_judge_1(result, expected):\n    return 0.0 if result is None else 1.0"
     assert (await score(desktop, {"judges": [judge(code=code)]})).score == 0.0
