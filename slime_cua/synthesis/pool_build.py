@@ -134,6 +134,8 @@ def choose(config: RunConfig, tasks: Sequence[Task], episodes: Sequence[Episode]
     kept = [one for one in found if one.verdict == "kept"]
     summary = out / "pool.yaml"
     if not kept:
+        for name in ("train", "heldout"):
+            (out / f"{name}.jsonl").unlink(missing_ok=True)
         write_atomic(summary, _summary(found, provenance, config))
         raise DataError(
             f"none of {len(found)} candidates has a pass rate within {config.pool.min_pass_rate:g} to "

@@ -230,6 +230,9 @@ def test_a_finished_build_chooses_from_its_attempts_and_training_takes_the_files
     # other bounds: chosen again, nothing is played
     text = pool_build.build(config_for(tmp_path, "pool.max_pass_rate=0.5"), out)
     assert "3 kept; 6 too easy; 3 too hard" in text
+    with pytest.raises(DataError, match="none of 12 candidates"):
+        pool_build.build(config_for(tmp_path, "pool.min_pass_rate=0.6", "pool.max_pass_rate=0.7"), out)
+    assert not (out / "train.jsonl").exists(), "an earlier choice is no longer what pool.yaml says"
 
 
 def test_an_unfinished_build_is_known_as_one_and_more_attempts_add_to_it(tmp_path):
