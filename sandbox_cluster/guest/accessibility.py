@@ -151,7 +151,7 @@ def terminal(node, depth):
 
 def windows(desktop):
     """All top windows, active ones first."""
-    found = []
+    found = []  # type: list
     for index in range(desktop.get_child_count()):
         program = desktop.get_child_at_index(index)
         for number in range(program.get_child_count() if program is not None else 0):

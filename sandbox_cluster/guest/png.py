@@ -74,11 +74,21 @@ def check_png(png: bytes, wh_px: tuple[int, int]) -> None:
 
 
 def is_black(png: bytes, wh_px: tuple[int, int]) -> bool:
-    """Whether every pixel of a whole PNG is black. Only a small file can be: a large one is not looked into."""
-    if len(png) > max(4096, wh_px[0] * wh_px[1] * 3 // 250):
+    """Whether every pixel of a whole PNG is black. Costs next to nothing for one whose first row is not."""
+    if len(png) > max(4096, wh_px[0] * wh_px[1] * 3 // 250) or _begins_bright(png, wh_px[0]):
         return False
     with Image.open(io.BytesIO(png)) as image:
         return not np.asarray(image.convert("RGB")).any()
+
+
+def _begins_bright(png: bytes, width: int) -> bool:
+    """True if the first row of an 8-bit RGB PNG has a pixel that is not black: whatever its filter, a black row is zeros."""
+    at = png.find(b"IDAT")
+    if at < 0 or png[24:26] != b"\x08\x02":
+        return False
+    (length,) = struct.unpack_from(">I", png, at - 4)
+    row = zlib.decompressobj().decompress(png[at + 4 : at + 4 + min(length, 65536)], 1 + 3 * width)
+    return any(row[1:])
 
 
 def _wrap(width: int, height: int, data: bytes) -> bytes:

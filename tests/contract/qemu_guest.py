@@ -106,7 +106,9 @@ def _initrd(folder: Path, busybox: Path) -> bytes:
 
 
 def _entry(path: Path, root: Path) -> bytes:
-    data = str(path.readlink()).encode() if path.is_symlink() else path.read_bytes() if path.is_file() else b""
+    data = (
+        str(path.readlink()).encode() if path.is_symlink() else path.read_bytes() if path.is_file() else b""
+    )
     return _record(str(path.relative_to(root)), path.lstat().st_mode, data)
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from sandbox_cluster.guest.png import check_png, encode_bgrx, encode_solid
+from sandbox_cluster.guest.png import check_png, encode_bgrx, encode_solid, is_black
 
 
 def pillow(png: bytes) -> np.ndarray:
@@ -55,3 +55,23 @@ def test_damaged_pictures_are_refused_by_name(damage, message) -> None:  # type:
 def test_a_picture_of_another_size_is_refused() -> None:
     with pytest.raises(ValueError, match="64x32, the screen is 64x64"):
         check_png(encode_solid((64, 32), (1, 2, 3)), (64, 64))
+
+
+def test_black_is_every_pixel_black_in_any_kind_of_png() -> None:
+    size = (64, 48)
+    for mode in ("RGB", "RGBA", "L", "P"):
+        for place, expected in ((None, True), ((0, 0), False), ((63, 47), False)):
+            image = Image.new("RGB", size)
+            if place is not None:
+                image.putpixel(place, (0, 0, 9))
+            file = io.BytesIO()
+            # Gray and palettes keep no faint blue: those pixels are white instead.
+            (image.point(lambda value: 255 if value else 0) if mode in "LP" else image).convert(mode).save(
+                file, "PNG"
+            )
+            assert is_black(file.getvalue(), size) is expected, (mode, place)
+    pixels_HW4 = np.zeros((48, 64, 4), np.uint8)
+    assert is_black(encode_bgrx(pixels_HW4), size)
+    pixels_HW4[0, 0, 2] = 1
+    assert not is_black(encode_bgrx(pixels_HW4), size)
+    assert not is_black(encode_solid(size, (0, 0, 1)), size)
