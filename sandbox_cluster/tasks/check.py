@@ -13,6 +13,7 @@ from typing import Literal
 
 from sandbox_cluster.api import Requirements
 from sandbox_cluster.client import SandboxClient
+from sandbox_cluster.judge.evaluators import INSTALL
 from slime_cua.core.errors import InfrastructureError, SlimeCuaError
 from slime_cua.core.types import Task
 
@@ -28,7 +29,7 @@ class Finding:
     digest: str
     """Of the task as it was checked: a changed task is checked again."""
     state: Literal["good", "bad", "unchecked"]
-    """unchecked: no desktop could be had, which says nothing of the task."""
+    """unchecked: no desktop could be had, or its host lacks desktop-env's metrics, which says nothing of the task."""
     reason: str = ""
     seconds: float = 0.0
 
@@ -107,7 +108,8 @@ async def _check(client: SandboxClient, task: Task, key: str) -> Finding:
             state, reason = "bad", f"{type(error).__name__}: {error}"
             break
         if reply.score is None:
-            state, reason = "bad", f"the judge gave no score before the first action: {reply.invalid_reason}"
+            state = "unchecked" if INSTALL in str(reply.invalid_reason) else "bad"
+            reason = f"the judge gave no score before the first action: {reply.invalid_reason}"
         elif reply.score != 0.0:
             state, reason = "bad", f"scores {reply.score:g} before the first action; it must be exactly 0"
         else:

@@ -114,5 +114,5 @@ async def _check(client: object, tasks: list, options: argparse.Namespace) -> in
     num_good = sum(finding.is_good for finding in findings)
     print(f"{num_good} of {len(tasks)} tasks score exactly 0 before the first action, {len(bad)} are bad")
     if num_good + len(bad) < len(tasks):
-        print("the others could not be checked: no desktop was to be had; run the same command again")
+        print("the others could not be checked, for the reasons above; run the same command again")
     return 0 if num_good == len(tasks) else 1
