@@ -15,10 +15,13 @@ from rollout.replay.clock import run_virtual
 from rollout.scheduler import Scheduler
 from rollout.worker import RolloutWorker
 from slime_cua.algo.samplers import UniformSampler
+from slime_cua.config.algo import AdvantageConfig
 from slime_cua.config.rollout import RolloutConfig, SchedulerConfig
+from slime_cua.core.actions import TerminateAction
 from slime_cua.core.errors import ConfigError, InfrastructureError
 from slime_cua.core.types import Episode, Task, Turn
 from slime_cua.data.episodes import EpisodeStore
+from slime_cua.data.samples import make_train_samples
 
 STEP_S = 10.0
 SLOW_S = 400.0
@@ -32,6 +35,7 @@ def turn(index, version):
         response_ids=(2,),
         response_logp=(0.0,),
         response_versions=(version,),
+        action=TerminateAction(status="success"),
     )
 
 
@@ -94,6 +98,31 @@ def versions_of(group):
     return [v for episode in group.episodes for one in episode.turns for v in one.response_versions]
 
 
+def check_trained_tokens(batch, oldest_version, bound):
+    """What the loss gets of a batch: tokens within the bound, all of them; rewards of every valid episode count."""
+    samples = make_train_samples(batch, AdvantageConfig(), oldest_version=oldest_version)
+    trained = [
+        version
+        for sample in samples
+        for version, is_trained in zip(sample.segment.versions, sample.segment.is_trained, strict=True)
+        if is_trained
+    ]
+    sampled = [
+        version
+        for group in batch
+        for episode in group.episodes
+        if episode.is_valid
+        for one in episode.turns
+        for version in one.response_versions
+    ]
+    assert sorted(trained) == sorted(version for version in sampled if version >= bound)
+    for group in batch:
+        rewards = [episode.reward for episode in group.episodes if episode.is_valid]
+        mine = {s.segment.episode_id: s.advantage for s in samples if s.segment.group_id == group.group_id}
+        if len(mine) == len(rewards):
+            assert abs(sum(mine.values())) < 1e-6, "the baseline is over all valid episodes"
+
+
 MIXED = {"slow": SLOW_S, "a": 2.0, "b": 4.0, "c": 8.0, "d": 30.0, "e": 1.0}
 FILTER = {"filters_flat_groups": True, "max_filtered_per_step": 3}
 EARLY = {"num_extra_episodes": 1, "close_factor": 2.0}
@@ -117,6 +146,7 @@ def test_steps_come_refills_end_and_no_token_is_older_than_the_bound(tmp_path, s
                 oldest = min(versions_of(group))
                 assert max(versions_of(group)) <= version
                 assert stale == "mask" or oldest >= version - lag
+            check_trained_tokens(batch, version - lag if stale == "mask" else 0, version - lag)
         masked = sum(min(versions_of(g)) < v - lag for v, batch in trained for g in batch)
         assert s.num_masked == masked and (stale == "mask" or masked == 0)
         ids = [group.group_id for _, batch in trained for group in batch]
