@@ -18,7 +18,11 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         required=True,
         help="URL of the gateway; the host token is taken from SLIME_CUA_HOST_TOKENS",
     )
-    parser.add_argument("--provider", default="local", help="local, fake, or module:Class")
+    parser.add_argument(
+        "--provider",
+        default="local",
+        help="local, docker, qemu, remote, fake, or module:Class; the settings of docker, qemu and remote come by --config",
+    )
     parser.add_argument("--slots", type=int, default=4, help="desktops leased at once")
     parser.add_argument("--spares", type=int, default=1, help="warm desktops beside them")
     parser.add_argument("--max-boots", type=int, default=2, help="desktops booting at once")

@@ -14,6 +14,7 @@ from slime_cua.core.errors import SandboxError, SlimeCuaError, UnknownOutcomeErr
 from slime_cua.core.types import Task
 
 LOG = "/home/user/log"
+PNG_MARK = b'"png_base64":"'
 JUDGE = """def call_rule_judge_1(result, expected):
     import time
     time.sleep(0.2)
@@ -22,11 +23,13 @@ JUDGE = """def call_rule_judge_1(result, expected):
 
 
 class BreakingProxy:
-    """Passes TCP bytes on. An armed fault meets the next reply of any connection: drop, slow, cut, corrupt."""
+    """Passes TCP bytes on. An armed fault meets the next reply of any connection: drop, slow, cut, corrupt (a screenshot).
+    While `is_down`, nothing passes."""
 
     def __init__(self) -> None:
         self.target = 0
         self.armed: list[str] = []
+        self.is_down = False
         self.met: Counter[str] = Counter()
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -66,6 +69,8 @@ class BreakingProxy:
 
     async def _pump(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, is_reply: bool) -> None:
         while data := await reader.read(1 << 16):
+            while self.is_down:  # noqa: ASYNC110 -- a dead link tells nobody
+                await asyncio.sleep(0.05)
             if is_reply and self.armed:
                 fault = self.armed.pop(0)
                 self.met[fault] += 1
@@ -76,9 +81,10 @@ class BreakingProxy:
                 if fault == "cut":
                     writer.write(data[: len(data) // 2])
                     return
-                if fault == "corrupt" and len(data) > 1500:
-                    middle = len(data) - 300
-                    data = data[:middle] + bytes([data[middle] ^ 1]) + data[middle + 1 :]
+                at = data.find(PNG_MARK)
+                if fault == "corrupt" and at >= 0:
+                    at += len(PNG_MARK) + 60
+                    data = data[:at] + (b"A" if data[at : at + 1] != b"A" else b"B") + data[at + 1 :]
             writer.write(data)
             await writer.drain()
 

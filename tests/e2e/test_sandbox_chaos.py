@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 import os
 import random
 import resource
@@ -15,7 +16,7 @@ import signal
 import socket
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -29,7 +30,7 @@ from slime_cua.config.sandbox import SandboxConfig
 from slime_cua.core.errors import PreflightError
 from tests.e2e.chaos_parts import BreakingProxy, Ledger, episode
 
-NUM_EVENTS = int(os.environ.get("SLIME_CUA_CHAOS_EVENTS", "30"))
+NUM_EVENTS = int(os.environ.get("SLIME_CUA_CHAOS_EVENTS", "200"))
 SEED = int(os.environ.get("SLIME_CUA_CHAOS_SEED", "7"))
 NUM_WORKERS = 3
 TTL_S = 4.0
@@ -46,6 +47,9 @@ class Chaos:
     workers: list[Worker]
     happened: Counter[str] = field(default_factory=Counter)
     children: dict[int, float] = field(default_factory=dict)
+    clock: Path = Path()
+    """Holds the seconds by which the wall clock of gateway and host is off."""
+    x_locks: list[Path] = field(default_factory=list)
 
     def attacks(self) -> list[tuple[int, Callable[[], Awaitable[str]]]]:
         return [
@@ -59,7 +63,14 @@ class Chaos:
             (5, self.kill_judge),
             (3, self.lose_client),
             (2, self.fill_disk),
+            (1, self.fill_hosts_disk),
             (1, self.take_port),
+            (1, self.take_hosts_port),
+            (3, self.freeze_desktop),
+            (3, self.freeze_judge),
+            (2, self.cut_link),
+            (2, self.step_clock),
+            (1, self.leave_x_lock),
         ]
 
     async def attack(self) -> None:
@@ -111,25 +122,62 @@ class Chaos:
         return f"client's reply: {fault}"
 
     async def break_host_reply(self) -> str:
-        fault = self.random.choice(["drop", "slow", "cut"])
+        fault = self.random.choice(["drop", "slow", "cut", "corrupt"])
         self.to_host.armed.append(fault)
         return f"gateway's reply: {fault}"
 
     async def kill_desktop(self) -> str:
-        return self._kill_child(
-            lambda line: "bwrap" in line[0] and "/job/runner.py" not in line, "desktop killed"
-        )
+        desktop = self._child(_is_desktop)
+        if desktop is None:
+            return "no desktop to kill"
+        with contextlib.suppress(psutil.Error):
+            desktop.kill()
+        return "desktop killed"
+
+    async def freeze_desktop(self) -> str:
+        desktop = self._child(_is_desktop)
+        if desktop is None:
+            return "no desktop to stop"
+        await self._freeze_tree(desktop)
+        return "desktop stopped for a while"
 
     async def kill_judge(self) -> str:
-        for _ in range(40):
-            done = self._kill_child(lambda line: "/job/runner.py" in line, "judge killed")
-            if done != "nothing to kill":
-                return done
-            await asyncio.sleep(0.03)
-        return "nothing to kill"
+        judge = await self._judge()
+        if judge is None:
+            return "no judge to kill"
+        with contextlib.suppress(psutil.Error):
+            judge.kill()
+        return "judge killed"
 
-    def _kill_child(self, is_wanted: Callable[[list[str]], bool], name: str) -> str:
+    async def freeze_judge(self) -> str:
+        judge = await self._judge()
+        if judge is None:
+            return "no judge to stop"
+        await self._freeze_tree(judge)
+        return "judge stopped for a while"
+
+    async def _judge(self) -> psutil.Process | None:
+        for _ in range(40):
+            if (judge := self._child(_is_judge)) is not None:
+                return judge
+            await asyncio.sleep(0.03)
+        return None
+
+    async def _freeze_tree(self, top: psutil.Process) -> None:
+        stopped = []
+        with contextlib.suppress(psutil.Error):
+            for one in (top, *top.children(recursive=True)):
+                one.suspend()
+                stopped.append(one)
+        await asyncio.sleep(self.random.uniform(0.3, 1.5))
+        for one in stopped:
+            with contextlib.suppress(psutil.Error):
+                one.resume()
+
+    def _child(self, is_wanted: Callable[[list[str]], bool]) -> psutil.Process | None:
+        """One of the host's processes of that kind; all that it has now are noted."""
         assert self.cluster.host
+        self.note_children()
         found = []
         with contextlib.suppress(psutil.Error):
             for child in psutil.Process(self.cluster.host.process.pid).children(recursive=True):
@@ -137,12 +185,25 @@ class Chaos:
                     line = child.cmdline()
                     if line and is_wanted(line):
                         found.append(child)
-        if not found:
-            return "nothing to kill"
-        self.note_children()
-        with contextlib.suppress(psutil.Error):
-            self.random.choice(found).kill()
-        return name
+        return self.random.choice(found) if found else None
+
+    async def cut_link(self) -> str:
+        """No byte between clients and gateway for longer than a lease lives."""
+        self.to_gateway.is_down = True
+        await asyncio.sleep(TTL_S + self.random.uniform(0.5, 1.5))
+        self.to_gateway.is_down = False
+        return "clients' link down for longer than a lease"
+
+    async def step_clock(self) -> str:
+        """The wall clock of gateway and host jumps, and stays there."""
+        self.clock.write_text(f"{self.random.choice([-1, 1]) * self.random.randint(60, 300_000):+d}")
+        return "clocks stepped"
+
+    async def leave_x_lock(self) -> str:
+        lock = Path(f"/tmp/.X{self.random.randint(7000, 7999)}-lock")
+        await asyncio.to_thread(lock.write_text, f"{2**22 - 1:10d}\n")
+        self.x_locks.append(lock)
+        return "stale X lock"
 
     async def lose_client(self) -> str:
         self.random.choice(self.workers).lost.set()
@@ -150,26 +211,57 @@ class Chaos:
 
     async def fill_disk(self) -> str:
         assert self.cluster.gateway
-        pid = self.cluster.gateway.process.pid
+        await self._no_writes(self.cluster.gateway.process.pid)
+        return "gateway's disk full for a while"
+
+    async def fill_hosts_disk(self) -> str:
+        assert self.cluster.host
+        await self._no_writes(self.cluster.host.process.pid)
+        return "host's disk full for a while"
+
+    async def _no_writes(self, pid: int) -> None:
         old = resource.prlimit(pid, resource.RLIMIT_FSIZE)
         resource.prlimit(pid, resource.RLIMIT_FSIZE, (0, old[1]))
         await asyncio.sleep(self.random.uniform(0.3, 1.0))
         resource.prlimit(pid, resource.RLIMIT_FSIZE, old)
-        return "gateway's disk full for a while"
 
     async def take_port(self) -> str:
         assert self.cluster.gateway
         port = self.cluster.gateway.port
         self.cluster.gateway.process.kill()
         self.cluster.gateway.stop()
-        with socket.socket() as thief:
-            thief.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            thief.bind(("127.0.0.1", port))
-            thief.listen()
-            with pytest.raises(PreflightError, match="is in use"):
-                await asyncio.to_thread(self.cluster.start_gateway, port)
+        with _thief(port), pytest.raises(PreflightError, match="is in use"):
+            await asyncio.to_thread(self.cluster.start_gateway, port)
         await asyncio.to_thread(self.cluster.start_gateway, port)
         return "gateway's port taken"
+
+    async def take_hosts_port(self) -> str:
+        assert self.cluster.host
+        self.note_children()
+        self.cluster.host.process.kill()
+        self.cluster.host.stop()
+        with _thief(self.to_host.target), pytest.raises(PreflightError, match="is in use"):
+            await asyncio.to_thread(self.cluster.start_host)
+        await asyncio.to_thread(self.cluster.start_host)
+        return "host's port taken"
+
+
+@contextlib.contextmanager
+def _thief(port: int) -> Iterator[None]:
+    """Somebody else listens there."""
+    with socket.socket() as thief:
+        thief.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        thief.bind(("127.0.0.1", port))
+        thief.listen()
+        yield
+
+
+def _is_desktop(line: list[str]) -> bool:
+    return "bwrap" in line[0] and not _is_judge(line)
+
+
+def _is_judge(line: list[str]) -> bool:
+    return "/job/runner.py" in line
 
 
 class Worker:
@@ -254,14 +346,30 @@ def still_running(children: dict[int, float], timeout_s: float = 10.0) -> list[i
         time.sleep(0.2)
 
 
+def sockets_left(folder: Path) -> list[Path]:
+    return [path for path in folder.rglob("*") if path.is_socket()]
+
+
+def groups_left(state: Path) -> list[Path]:
+    """Control groups of this cluster's host."""
+    label = f"run-{hashlib.sha256(str(state.resolve()).encode()).hexdigest()[:8]}"
+    return [group for group in Path("/sys/fs/cgroup").glob("*/slime_cua/*") if group.name.startswith(label)]
+
+
 def mounts() -> int:
     return len(Path("/proc/self/mounts").read_text().splitlines())
 
 
 @pytest.mark.timeout(0)
 @pytest.mark.parametrize("provider", ["fake", pytest.param("local", marks=pytest.mark.desktop)])
-async def test_nothing_leaks_lies_or_acts_twice(provider: str, tmp_path: Path) -> None:
+async def test_nothing_leaks_lies_or_acts_twice(
+    provider: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     ledger, num_mounts = Ledger(), mounts()
+    clock = tmp_path / "clock"
+    clock.write_text("+0")
+    monkeypatch.setenv("CHAOS_CLOCK", str(clock))
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).with_name("chaos_site")))
     async with BreakingProxy() as to_gateway, BreakingProxy() as to_host:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
@@ -276,7 +384,7 @@ async def test_nothing_leaks_lies_or_acts_twice(provider: str, tmp_path: Path) -
                 Worker(number, lambda: SandboxClient(url, cluster.token, config, ttl_s=TTL_S), ledger)
                 for number in range(NUM_WORKERS)
             ]
-            chaos = Chaos(cluster, to_gateway, to_host, random.Random(SEED), workers)
+            chaos = Chaos(cluster, to_gateway, to_host, random.Random(SEED), workers, clock=clock)
             try:
                 for _ in range(NUM_EVENTS):
                     await asyncio.sleep(chaos.random.uniform(0.1, 0.5))
@@ -294,10 +402,14 @@ async def test_nothing_leaks_lies_or_acts_twice(provider: str, tmp_path: Path) -
             )
             assert await no_lease_is_left(cluster) == []
             chaos.note_children()
-            port = cluster.gateway.port
+            ports = (cluster.gateway.port, to_host.target)
+            for lock in chaos.x_locks:
+                lock.unlink(missing_ok=True)
     assert ledger.wrong == []
     assert still_running(chaos.children) == []
     assert mounts() == num_mounts
-    with socket.socket() as free:
-        free.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        free.bind(("127.0.0.1", port))
+    assert groups_left(tmp_path) == []
+    assert sockets_left(tmp_path) == []
+    for port in ports:
+        with _thief(port):
+            pass
