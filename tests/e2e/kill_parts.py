@@ -51,11 +51,11 @@ LIMIT_S = 120.0
 
 
 def config_of(folder: Path, number: int = 0) -> RunConfig:
-    """Ten steps of two groups of three episodes, a checkpoint every third. Odd numbers filter flat groups; every third
+    """Eight steps of two groups of three episodes, a checkpoint every third. Odd numbers filter flat groups; every third
     takes the ratio against the weights that sampled, which the trainer keeps."""
     return RunConfig(
         run_dir=str(folder / "run"),
-        num_steps=10,
+        num_steps=8,
         save_every=3,
         rollout=RolloutConfig(
             groups_per_step=2,
