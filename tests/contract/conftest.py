@@ -1,4 +1,6 @@
-"""Fixtures of the policy server contract: the embedded engine always, SGLang when SLIME_CUA_SGLANG_URL names one."""
+"""Fixtures of the policy server contract: the embedded engine always, SGLang when SLIME_CUA_SGLANG_URL names one. And of the
+providers' contract: a docker daemon and a virtual machine, where this machine has what they need.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +13,8 @@ import pytest
 from rollout.embedded.random_model import RandomModelSpec, write_random_model
 from rollout.engines import EngineProcess
 from slime_cua.config.rollout import EngineConfig
+from slime_cua.config.sandbox import DesktopConfig
+from tests.contract import provider_rigs, qemu_guest
 
 SGLANG_URL = os.environ.get("SLIME_CUA_SGLANG_URL", "")
 MODEL_SPEC = RandomModelSpec(
@@ -42,3 +46,20 @@ def engine_url(request: pytest.FixtureRequest) -> str:
         return SGLANG_URL
     url: str = request.getfixturevalue("embedded_url")
     return url
+
+
+@pytest.fixture(scope="session")
+def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[provider_rigs.Daemon]:
+    """A docker daemon with an image that holds the stand-in control server."""
+    if fault := provider_rigs.docker_is_missing():
+        pytest.skip(fault)
+    with provider_rigs.docker_daemon(tmp_path_factory.mktemp("docker")) as made:
+        yield made
+
+
+@pytest.fixture(scope="session")
+def machine(tmp_path_factory: pytest.TempPathFactory) -> DesktopConfig:
+    """The config of a tiny virtual machine with the stand-in control server."""
+    if fault := qemu_guest.machine_is_missing():
+        pytest.skip(fault)
+    return qemu_guest.build(tmp_path_factory.mktemp("machine"))

@@ -8,7 +8,7 @@ import asyncio
 import contextlib
 import hashlib
 import uuid
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
@@ -22,10 +22,8 @@ from slime_cua.config.sandbox import DesktopConfig
 from slime_cua.core.actions import CodeAction, GuiAction
 from slime_cua.core.coordinates import Point
 from slime_cua.core.errors import ConfigError, SandboxError, UnknownOutcomeError
-from tests.contract import qemu_guest
 from tests.contract.guest_rootfs import SIZE
-from tests.contract.provider_rigs import Daemon, docker_daemon, docker_is_missing, remote_machines
-from tests.contract.qemu_guest import machine_is_missing
+from tests.contract.provider_rigs import remote_machines
 
 CLICK = GuiAction(kind="left_click", point=Point(x=500, y=500))
 KINDS = [
@@ -35,22 +33,6 @@ KINDS = [
     pytest.param("docker", marks=pytest.mark.docker),
     pytest.param("qemu", marks=pytest.mark.vm),
 ]
-
-
-@pytest.fixture(scope="module")
-def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
-    if fault := docker_is_missing():
-        pytest.skip(fault)
-    with docker_daemon(tmp_path_factory.mktemp("docker")) as made:
-        yield made
-
-
-@pytest.fixture(scope="module")
-def machine(tmp_path_factory: pytest.TempPathFactory) -> DesktopConfig:
-    """The config of a tiny virtual machine."""
-    if fault := machine_is_missing():
-        pytest.skip(fault)
-    return qemu_guest.build(tmp_path_factory.mktemp("machine"))
 
 
 @pytest.fixture(params=KINDS)
