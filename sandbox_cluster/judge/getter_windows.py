@@ -7,6 +7,10 @@ from typing import Any
 
 from sandbox_cluster.judge.scene import Argument, Scene
 
+_HIDDEN = (
+    "import os, sys; path = sys.argv[1]; found = os.stat(path); name = os.path.basename(path); "
+    "print(int(name.startswith('.') or bool(getattr(found, 'st_file_attributes', 0) & 2)))"
+)
 _TITLE = "import pyautogui; print(pyautogui.getActiveWindowTitle())"
 
 
@@ -60,6 +64,39 @@ async def _moved_downloads(scene: Scene, getter: Mapping[str, Any]) -> Argument:
     return {"value": "true" if is_moved else "false"}
 
 
+async def _has_size(scene: Scene, getter: Mapping[str, Any]) -> Argument:
+    path = getter["filepath"]
+    size = await scene.parse("png_size", await scene.read(path), path)
+    return {"value": size == [int(getter["width"]), int(getter["height"])]}
+
+
+async def _docx_in_archive(scene: Scene, getter: Mapping[str, Any]) -> Argument:
+    """ "true" if Archive holds nothing but .docx, at least one, and the folder itself has none left."""
+    tree = await _tree(scene, getter["folder_path"])
+    archived = _folders(tree).get("Archive", [])
+    left = [child["name"] for child in tree.get("children", []) if child.get("type") == "file"]
+    is_done = bool(archived) and all(map(_is_docx, archived)) and not any(map(_is_docx, left))
+    return {"value": "true" if is_done else "false"}
+
+
+def _is_docx(name: str) -> bool:
+    return name.lower().endswith(".docx")
+
+
+async def _png_names(scene: Scene, getter: Mapping[str, Any]) -> Argument:
+    """ "true" if the text file has the names of the folder's .png files, one a line."""
+    data = await scene.read(getter["file_path"])
+    tree = await _tree(scene, getter["folder_path"])
+    names = {child["name"] for child in tree.get("children", []) if child["name"].lower().endswith(".png")}
+    return {"value": "true" if data is not None and set(_decoded(data).splitlines()) == names else "false"}
+
+
+async def _is_hidden(scene: Scene, getter: Mapping[str, Any]) -> Argument:
+    program = "python" if scene.desktop.platform.is_windows else "/usr/bin/python3"
+    said = await scene.run([program, "-c", _HIDDEN, getter["file_path"]])
+    return {"value": "true" if (said or "").strip() == "1" else "false"}
+
+
 async def _title(scene: Scene, getter: Mapping[str, Any]) -> Argument:
     if scene.desktop.platform.is_windows:
         return {"value": (await scene.run(["python", "-c", _TITLE]) or "").strip()}
@@ -88,4 +125,8 @@ FUNCTIONS = {
     "vm_folder_exists_in_documents": _folder_in_documents,
     "is_files_moved_downloads": _moved_downloads,
     "vm_active_window_title": _title,
+    "image_dimension_matches_input": _has_size,
+    "is_all_docx_in_archive": _docx_in_archive,
+    "all_png_file_names": _png_names,
+    "is_file_hidden": _is_hidden,
 }

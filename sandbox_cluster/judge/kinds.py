@@ -64,6 +64,10 @@ GETTERS: dict[str, tuple[str, ...]] = {
     "is_file_saved_desktop": ("filename", "textcontent"),
     "is_files_moved_downloads": ("folder_name", "file_name"),
     "vm_active_window_title": (),
+    "image_dimension_matches_input": ("filepath", "width", "height"),
+    "is_all_docx_in_archive": ("folder_path",),
+    "all_png_file_names": ("folder_path", "file_path"),
+    "is_file_hidden": ("file_path",),
 }
 """Getter -> parameters that must be there."""
 _ACCOUNT = "it needs a Google account"
@@ -74,10 +78,9 @@ REFUSED_GETTERS: dict[str, str] = {
     "conference_city_in_order": "it reads a file of the caller's machine; use vm_file and compare_conference_city_in_order",
     "calc_insensitive_md5": "no version of OSWorld has it",
     **dict.fromkeys(
-        (
-            "image_dimension_matches_input", "is_red_circle_present_on_canvas", "is_all_docx_in_archive", "is_details_view",
-            "vm_library_folders", "is_directory_read_only_for_user", "all_png_file_names", "are_all_images_tagged",
-            "are_files_sorted_by_modified_time", "zipped_folder_in_desktop", "is_file_hidden", "check_if_world_clock_exists",
+        ( "is_red_circle_present_on_canvas", "is_details_view",
+            "vm_library_folders", "is_directory_read_only_for_user", "are_all_images_tagged",
+            "are_files_sorted_by_modified_time", "zipped_folder_in_desktop", "check_if_world_clock_exists",
             "check_if_timer_started", "desktop_background", "system_timezone", "system_notifications",
             "storage_sense_run_frequency", "night_light_state", "validate_pwa_installed",
         ),

@@ -166,6 +166,17 @@ def _background(archive: zipfile.ZipFile, slide: int) -> str | None:
     return None
 
 
+def png_size(path: str | None) -> list[int] | None:
+    """Width and height in a PNG's header."""
+    try:
+        head = Path(str(path)).read_bytes()[:24]
+    except OSError:
+        return None
+    if len(head) < 24 or head[:8] != b"\x89PNG\r\n\x1a\n":
+        return None
+    return [int.from_bytes(head[16:20], "big"), int.from_bytes(head[20:24], "big")]
+
+
 def member(path: str | None, name: str) -> str | None:
     """A member of a ZIP archive, unpacked."""
     try:

@@ -24,6 +24,7 @@ from sandbox_cluster.api import EvaluateRequest, ExecuteReply, ExecuteRequest, S
 from sandbox_cluster.guest.events import Button, Move
 from sandbox_cluster.guest.server import create_app
 from sandbox_cluster.judge.evaluate import evaluate
+from sandbox_cluster.judge.getters import Inputs, Scene, fetch
 from sandbox_cluster.judge.jail import Jail
 from sandbox_cluster.providers import limits
 from sandbox_cluster.providers.base import Capture
@@ -572,3 +573,32 @@ async def test_two_providers_with_the_same_users_and_label_do_not_touch_each_oth
     assert await gone(FIRST_UID + 1000) == []
     await first.screenshot()
     await two.close()
+
+
+async def test_getters_that_list_folders_work_on_a_real_desktop(desktop: Desktop) -> None:
+    async def value(kind: str, **getter: Any) -> Any:
+        setup = Setup(create_app)
+        scene = Scene(
+            *(desktop, Inputs(), {}, Jail(), setup.fetch, setup.server(desktop), 0.0),
+            end_mono=time.monotonic() + 120,
+        )
+        await fetch(scene, {"type": kind, **getter})
+        return scene.inputs.arguments[0]["value"]
+
+    for name in ("d/Archive/a.docx", "d/.hidden", "d/b.png", "d/C.PNG"):
+        await desktop.put_file(f"/home/user/{name}", b"x")
+    await desktop.put_file("/home/user/d/names.txt", b"C.PNG\nb.png\n")
+    names = {"folder_path": "/home/user/d", "file_path": "/home/user/d/names.txt"}
+    assert await value("all_png_file_names", **names) == "true"
+    assert await value("is_all_docx_in_archive", folder_path="/home/user/d") == "true"
+    assert await value("is_file_hidden", file_path="/home/user/d/.hidden") == "true"
+    assert await value("is_file_hidden", file_path="/home/user/d/b.png") == "false"
+    await desktop.put_file("/home/user/d/late.docx", b"x")
+    await desktop.put_file("/home/user/d/e.png", b"x")
+    assert await value("all_png_file_names", **names) == "false"
+    assert await value("is_all_docx_in_archive", folder_path="/home/user/d") == "false"
+    tree = await value("list_directory", path="/home/user/d")
+    assert {child["name"] for child in tree["children"]} >= {"Archive", "b.png"}
+    await desktop.put_file("/home/user/Desktop/x.desktop", b"[Desktop Entry]")
+    assert await value("shortcuts_on_desktop") == {"x.desktop": "[Desktop Entry]"}
+    assert (await value("vm_window_size", app_class_name="nothing")) is None

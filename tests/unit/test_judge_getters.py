@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from sandbox_cluster.guest.png import encode_solid
 from sandbox_cluster.guest.server import create_app
 from sandbox_cluster.judge import kinds
 from sandbox_cluster.judge.getter_sites import macys_filters
@@ -100,6 +101,16 @@ async def test_windows_getters_look_for_files(desktop: Desktop) -> None:
     assert (await got(desktop, "is_file_saved_desktop", **saved))["value"] == "true"
     where = {"folder_name": "/home/user/Desktop", "file_name": "n.txt"}
     assert (await got(desktop, "vm_file_exists_in_vm_folder", **where))["value"] is True
+
+
+@needs_jail
+async def test_a_pictures_size_is_read_in_the_jail(desktop: Desktop) -> None:
+    await desktop.put_file("/home/user/p.png", encode_solid((80, 60), (1, 2, 3)))
+    await desktop.put_file("/home/user/q.png", b"no picture")
+    asked = {"width": "80", "height": "60"}
+    for path, right in (("p.png", True), ("q.png", False), ("gone.png", False)):
+        given = await got(desktop, "image_dimension_matches_input", filepath=f"/home/user/{path}", **asked)
+        assert given["value"] is right, path
 
 
 @needs_jail
