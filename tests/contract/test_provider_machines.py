@@ -41,7 +41,7 @@ async def test_a_container_has_its_owner_its_limits_and_ports_on_loopback_only(
         await provider.boot(3)
         [found] = containers(daemon)
         labels, limits = found["Config"]["Labels"], found["HostConfig"]
-        assert labels[SLOT] == "3" and labels[OWNER] == f"host-1@{os.path.realpath(tmp_path)}"
+        assert labels[SLOT] == "3" and labels[OWNER] == owner_of("host-1", tmp_path)
         assert (limits["Memory"], limits["NanoCpus"], limits["PidsLimit"]) == (256 << 20, 10**9, 128)
         published = [one for ports in found["NetworkSettings"]["Ports"].values() for one in ports]
         assert len(published) == 3 and {one["HostIp"] for one in published} == {"127.0.0.1"}
@@ -174,6 +174,10 @@ def machines() -> list[psutil.Process]:
         if one.info["name"].startswith("qemu-system") and one.info["status"] != psutil.STATUS_ZOMBIE:
             found += [one] if any("/disks/host-1/" in word for word in words) else []
     return found
+
+
+def owner_of(label: str, state: Path) -> str:
+    return f"{label}@{os.path.realpath(state)}"
 
 
 def disks(folder: Path) -> list[Path]:

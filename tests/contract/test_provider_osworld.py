@@ -13,7 +13,9 @@ from pathlib import Path
 import httpx
 import pytest
 
-from sandbox_cluster.api import ExecuteRequest, Settle, StepRequest
+from sandbox_cluster.api import ExecuteRequest, Requirements, Settle, StepRequest
+from sandbox_cluster.client import SandboxClient
+from sandbox_cluster.cluster import LocalCluster
 from sandbox_cluster.guest.events import Button, Key, Move, Pause, Text, compile_actions
 from sandbox_cluster.guest.forward import application
 from sandbox_cluster.guest.pyautogui import compile_program
@@ -22,7 +24,7 @@ from sandbox_cluster.providers import kvm
 from sandbox_cluster.providers.osworld_driver import _least
 from sandbox_cluster.providers.osworld_http import ControlServer
 from sandbox_cluster.providers.remote import RemoteProvider
-from slime_cua.config.sandbox import DesktopConfig, RemoteConfig
+from slime_cua.config.sandbox import DesktopConfig, RemoteConfig, SandboxConfig
 from slime_cua.core.actions import CodeAction, GuiAction
 from slime_cua.core.coordinates import Point
 from slime_cua.core.errors import PreflightError, SandboxError
@@ -91,6 +93,28 @@ async def test_a_broken_bash_endpoint_is_served_by_us_and_runs_the_script_once(
         missing = await client.post("/file", data={"file_path": "/none"})
         assert missing.status_code == 404
         assert (await client.post("/nothing")).status_code == 404
+
+
+@pytest.mark.desktop
+@pytest.mark.parametrize("system", ["ubuntu", "windows"])
+async def test_a_leased_machine_is_driven_and_set_up_through_the_gateway(tmp_path: Path, system: str) -> None:
+    async with remote_machines(tmp_path, windows=system == "windows") as machines:
+        plain = {**machines.model_dump(), "provider": "remote", "num_desktops": 1, "num_spares": 1}
+        config = SandboxConfig.model_validate({**plain, "settle_quiet_ms": 0})
+        async with (
+            LocalCluster(config, tmp_path / "cluster") as cluster,
+            SandboxClient(cluster.url, cluster.token, config) as client,
+            client.lease(key="k", requirements=Requirements(os=system)) as sandbox,
+            httpx.AsyncClient(base_url=cluster.url, trust_env=False, timeout=60) as osworld,
+        ):
+            assert sandbox.lease.os == system and sandbox.lease.provider == "remote"
+            shot = await sandbox.step([GuiAction(kind="mouse_move", point=Point(x=1, y=1))])
+            assert shot.png.startswith(b"\x89PNG")
+            answer = await osworld.get(f"{sandbox.osworld_path}/platform")
+            assert answer.text == ("Windows" if system == "windows" else "Linux")
+            body = {"command": "echo hi", "shell": True}
+            ran = await osworld.post(f"{sandbox.osworld_path}/execute", json=body)
+            assert ran.json()["output"] == "hi\n"
 
 
 @pytest.mark.desktop
