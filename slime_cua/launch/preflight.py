@@ -68,7 +68,7 @@ def check_gateway(url: str, timeout_s: float) -> None:
     end = time.monotonic() + timeout_s
     while True:
         try:
-            reply = httpx.get(f"{url.rstrip('/')}/healthz", timeout=5.0)
+            reply = httpx.get(f"{url.rstrip('/')}/healthz", timeout=5.0, trust_env=False)
             if reply.status_code == 200 and reply.json()["num_hosts"] > 0:
                 return
             fault = "has no desktop host: start one (slime-cua sandbox host), or wait until it has registered"
