@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import asyncio
 import statistics
-from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -65,8 +64,8 @@ class RolloutWorker:
     _drops_in_a_row: int = 0
     _stored_bytes: int = 0
     """End of the last whole line in the store."""
-    failures_in_a_row: Counter[str] = field(default_factory=Counter)
-    """By task: its last groups had too few valid episodes."""
+    failures: dict[str, tuple[int, int]] = field(default_factory=dict)
+    """By task whose last group had too few valid episodes: how often in a row, and num_stored then."""
     quarantined: list[str] = field(default_factory=list)
     """Tasks that are not drawn any more: max_task_failures of their groups failed in a row."""
 
@@ -100,7 +99,7 @@ class RolloutWorker:
         self._is_held = True
         self.store.mend()
         self.num_stored, self._drops_in_a_row = state["num_stored"], state["drops_in_a_row"]
-        self.failures_in_a_row = Counter(state.get("failures_in_a_row", {}))
+        self.failures = {task: (count, at) for task, (count, at) in state.get("failures", {}).items()}
         self.quarantined = list(state.get("quarantined", ()))
         for group_id, place in state["finished"].items():
             self._places[group_id] = place
@@ -113,10 +112,6 @@ class RolloutWorker:
             self._settle(group, place)
         else:
             num_bytes = 0
-        if not self.sampler.task_ids:  # whatever was broken may be mended since
-            self.sampler.add_tasks(self.quarantined)
-            self.quarantined.clear()
-            self.failures_in_a_row.clear()
         self._stored_bytes = self.store.num_bytes
         self._admitted = [group for group in self.scheduler.groups.values() if not group.is_finished]
         for running in self._admitted:
@@ -172,7 +167,7 @@ class RolloutWorker:
             "store_bytes": self._stored_bytes,
             "num_stored": self.num_stored,
             "drops_in_a_row": self._drops_in_a_row,
-            "failures_in_a_row": dict(self.failures_in_a_row),
+            "failures": {task: list(entry) for task, entry in self.failures.items()},
             "quarantined": list(self.quarantined),
         }
 
@@ -188,8 +183,8 @@ class RolloutWorker:
 
     def admit(self) -> None:
         """Draw and start groups up to the scheduler's capacity. Safe at any time."""
-        while (num_tasks := len(self.sampler.task_ids)) and (wanted := self.scheduler.num_to_draw()) > 0:
-            self.scheduler.enqueue(self.sampler.sample(min(wanted, num_tasks)))
+        while (wanted := self.scheduler.num_to_draw()) > 0:
+            self.scheduler.enqueue(self.sampler.sample(min(wanted, len(self.sampler.task_ids))))
         for task_id in self.scheduler.dequeue():
             group_id = f"g{self.scheduler.num_admitted:06d}"
             self._admitted.append(self.scheduler.admit(group_id, task_id))
@@ -243,14 +238,8 @@ class RolloutWorker:
         self._stored_bytes = self.store.num_bytes
         self._forget_open(group.group_id)
         self._settle(group, self.store.last_start)
-        reasons = sorted({episode.error or "?" for episode in group.episodes})
-        if not self.sampler.task_ids:
-            raise InfrastructureError(
-                f"all {len(self.quarantined)} tasks are quarantined: {self.config.scheduler.max_task_failures} groups of each in "
-                "a row had no two valid episodes (rollout.scheduler.max_task_failures); `slime-cua tasks check` says whether it "
-                "is the tasks; the last failures were: " + "; ".join(reasons)
-            )
         if self._drops_in_a_row >= MAX_CONSECUTIVE_DROPS:
+            reasons = sorted({episode.error or "?" for episode in group.episodes})
             raise InfrastructureError(
                 f"{self._drops_in_a_row} groups in a row had no two valid episodes; the last failures were: "
                 + "; ".join(reasons)
@@ -273,7 +262,7 @@ class RolloutWorker:
             self.admit()
             return
         self._drops_in_a_row = 0
-        self.failures_in_a_row.pop(group.task_id, None)
+        self.failures.pop(group.task_id, None)
         self.scheduler.record_duration(group.task_id, _duration_s(group))
         if self.scheduler.finish(group.group_id, is_flat=len(set(valid)) < 2):
             self._finished[group.group_id] = group
@@ -282,10 +271,18 @@ class RolloutWorker:
             self.admit()
 
     def _note_failure(self, task_id: str) -> None:
-        """Draw a task no more that fails again and again: a sampler that never hears of it would draw it for ever."""
-        self.failures_in_a_row[task_id] += 1
+        """Draw a task no more that fails again and again: a sampler that never hears of it would draw it for ever.
+
+        It counts only what failed while others came through: an outage is no fault of the tasks, and ends the run by
+        MAX_CONSECUTIVE_DROPS. So the last task of a pool is never quarantined.
+        """
+        count, at = self.failures.get(task_id, (0, 0))
+        is_outage = count > 0 and self._drops_in_a_row >= self.num_stored - at
+        count += not is_outage
+        self.failures[task_id] = (count, self.num_stored)
         limit = self.config.scheduler.max_task_failures
-        if limit and self.failures_in_a_row[task_id] >= limit and task_id in self.sampler.task_ids:
+        others = len(self.sampler.task_ids) - (task_id in self.sampler.task_ids)
+        if limit and count >= limit and others and task_id in self.sampler.task_ids:
             self.sampler.remove_tasks([task_id])
             for _ in range(self.scheduler.forget_waiting(task_id)):
                 self.sampler.release(task_id)
