@@ -55,6 +55,8 @@ class _Member:
     version: int = -1
     checks: deque[bool] = field(default_factory=lambda: deque(maxlen=5))
     num_restarts: int = 0
+    num_losses: int = 0
+    """Restarts of a server that was up; the others are further tries."""
     num_failed_starts: int = 0
     """In a row."""
 
@@ -196,6 +198,11 @@ class EngineFleet:
         with self._lock:
             return sum(member.num_restarts for member in self._members)
 
+    def losses(self) -> int:
+        """How often an engine that was up was lost. One that does not come back counts once, however often it is tried."""
+        with self._lock:
+            return sum(member.num_losses for member in self._members)
+
     def _watch(self, member: _Member) -> None:
         with httpx.Client(timeout=self._rule.timeout_s) as http:
             while not self._stopping.wait(self._rule.interval_s * 2 ** min(member.num_failed_starts, 5)):
@@ -216,6 +223,7 @@ class EngineFleet:
     def _restart(self, member: _Member) -> None:
         with self._lock:
             log.warning("engine %s failed its health rule or is gone: restarting it", member.url or "(none)")
+            member.num_losses += bool(member.url)
             member.url, member.version, member.num_restarts = "", -1, member.num_restarts + 1
             member.checks.clear()
         self._changed()

@@ -52,7 +52,7 @@ class Session:
         self._stack = ExitStack()
         self._cluster: LocalCluster | None = None
         self._fleet: Any = None
-        self._num_engine_restarts = 0
+        self._num_engine_losses = 0
         self._engines: tuple[tuple[str, ...], int] = ((), 0)
         self._after_restart: Callable[[], None] | None = None
         self._is_restarting = False
@@ -245,10 +245,10 @@ class Session:
             for name in self._cluster.take_restarts():
                 self.faults.record(name, f"the sandbox {name} died", self.run.path / f"sandbox/{name}.log")
         if self._fleet is not None:
-            num_restarts = self._fleet.restarts()
-            for _ in range(num_restarts - self._num_engine_restarts):
+            num_losses = self._fleet.losses()
+            for _ in range(num_losses - self._num_engine_losses):
                 self.faults.record("engine", "an engine died or hung", self.run.logs / "engine_*.log")
-            self._num_engine_restarts = num_restarts
+            self._num_engine_losses = num_losses
 
     def _ask(self, call: Any, timeout_s: float) -> Any:
         import ray
@@ -278,7 +278,7 @@ class Session:
             on_change=self._engines_changed,
         )
         with fleet:
-            self._fleet, self._num_engine_restarts = fleet, 0
+            self._fleet, self._num_engine_losses = fleet, 0
             self.set_engines(fleet.serving(), 0)
             yield fleet
             self._fleet = None

@@ -265,9 +265,6 @@ class Fleet:
         state = RunState.load(self._run_dir)
         assert state is not None and state.version == version, "weights are out that a crash would take away"
 
-    def restarts(self) -> int:
-        return 0
-
 
 class OneProcessSession(Session):
     """A Session without Ray, desktops and W&B. `losses` says at which calls trainer or rollout side are lost; `counter`: a

@@ -2,11 +2,13 @@
 
 import json
 import os
+import time
 
 import pytest
 
+from rollout.engines.fleet import EngineFleet, HealthRule
 from slime_cua.config.run import FaultConfig
-from slime_cua.core.errors import CheckpointError, InfrastructureError
+from slime_cua.core.errors import CheckpointError, EngineError, InfrastructureError
 from slime_cua.launch.faults import FaultLog
 from slime_cua.launch.steady_trainer import SteadyTrainer
 from slime_cua.launch.trainer_group import TrainerLost, Watch
@@ -166,3 +168,34 @@ def test_a_start_has_a_deadline_whatever_moves(tmp_path):
     clock.now_s += 3
     marks(file, 9, "joining")
     assert watch.is_over() and watch.report() == "rank 0 at 'joining'"
+
+
+class DeadEngine:
+    """A server that came up once and never again."""
+
+    url, pid, is_running = "http://127.0.0.1:9", 0, False
+
+    def start(self):
+        return self.url
+
+    def restart(self):
+        raise EngineError("no GPU")
+
+    def stop(self):
+        return
+
+
+class GoodEngine(DeadEngine):
+    url, is_running = "http://127.0.0.1:1", True
+
+
+def test_an_engine_that_does_not_come_back_is_one_loss_and_the_others_go_on():
+    fleet = EngineFleet(
+        [DeadEngine(), GoodEngine()], rule=HealthRule(interval_s=0.01, window=1000, max_misses=1000)
+    )
+    with fleet:
+        end = time.monotonic() + 60
+        while fleet.restarts() < 3 and time.monotonic() < end:
+            time.sleep(0.02)
+        assert fleet.restarts() >= 3 and fleet.losses() == 1
+        assert fleet.serving() == (GoodEngine.url,)
