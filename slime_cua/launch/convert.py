@@ -1,8 +1,9 @@
-"""`slime-cua convert`: Hugging Face folders to Megatron checkpoints and back, through a trainer of any layout here."""
+"""`slime-cua convert`: Hugging Face folders to Megatron checkpoints, through a trainer, and back, a layer at a time."""
 
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 
 EXAMPLES = """
   slime-cua convert to-megatron --hf models/tiny --out runs/start --tp 2
@@ -13,19 +14,19 @@ EXAMPLES = """
 def main(arguments: list[str]) -> int:
     """Run the command line; its exit code. Raises CheckpointError or ConfigError with the reason."""
     options = _parser().parse_args(arguments)
+    if options.way == "to-hf":
+        from slime_cua.trainer.stream_export import stream_to_hf
+
+        paths = (Path(path) for path in (options.checkpoint, options.hf, options.out))
+        print(f"step {stream_to_hf(*paths, options.dtype, shows_progress=True)} -> {options.out}")
+        return 0
     from slime_cua.config.trainer import ParallelConfig, TrainerConfig
     from slime_cua.trainer.group import LocalTrainerGroup
 
-    # Weights restored for an export pass through float32, which holds every dtype that comes in.
-    dtype = options.dtype if options.way == "to-megatron" else "fp32"
-    with LocalTrainerGroup(TrainerConfig(parallel=ParallelConfig(tp=options.tp), dtype=dtype)) as trainer:
+    config = TrainerConfig(parallel=ParallelConfig(tp=options.tp), dtype=options.dtype)
+    with LocalTrainerGroup(config) as trainer:
         trainer.call("load", options.hf)
-        if options.way == "to-megatron":
-            print(trainer.call("save", options.out, 0))
-            return 0
-        step = trainer.call("restore", options.checkpoint)
-        trainer.call("export_hf", options.out, options.dtype)
-        print(f"step {step} -> {options.out}")
+        print(trainer.call("save", options.out, 0))
     return 0
 
 
@@ -50,6 +51,5 @@ def _parser() -> argparse.ArgumentParser:
     )
     end.add_argument("--out", required=True, help="Hugging Face folder to write")
     end.add_argument("--dtype", choices=("source", "fp32", "bf16"), default="source", help="dtype written")
-    for way in (start, end):
-        way.add_argument("--tp", type=int, default=1, help="tensor-parallel size of the conversion")
+    start.add_argument("--tp", type=int, default=1, help="tensor-parallel size of the conversion")
     return parser

@@ -10,14 +10,14 @@ import collections
 import copy
 import json
 import shutil
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
-from slime_cua.convert import TensorInfo, copy_companions
+from slime_cua.convert import PASSED_PREFIXES, TensorInfo, copy_companions
 from slime_cua.core.errors import CheckpointError
 from slime_cua.core.files import write_atomic
 from slime_cua.trainer.folders import (
@@ -41,6 +41,8 @@ from slime_cua.trainer.runtime import Layout
 from slime_cua.trainer.save_strategy import Jobs, save_strategy
 
 __all__ = ["latest", "restore", "save", "save_later", "step_folder", "target_dtype", "write_hf"]
+LAYERS_APART = "layers_apart"
+"""In the manifest: each layer has names of its own, so that one can be read without the others. Older checkpoints stack alike layers."""
 _DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F64": torch.float64}
 _NAMED = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -105,7 +107,12 @@ def _prepare(
 
     target, draft = step_folder(folder, step), folder / f"{UNFINISHED}step_{step:08d}"
     what = f"checkpoint {target}"
-    facts = {"step": step, "optimizer_steps": optimizer.num_steps, "world_size": layout.world_size}
+    facts = {
+        "step": step,
+        "optimizer_steps": optimizer.num_steps,
+        "world_size": layout.world_size,
+        LAYERS_APART: True,
+    }
     later: Jobs = []
 
     def make_room() -> None:
@@ -117,7 +124,7 @@ def _prepare(
         dist_checkpointing.save(state, str(draft), save_strategy(later if group is not None else None, group))
 
     _together(make_room, what)
-    state = _state(model, optimizer, is_loading=False)
+    state = _state(model, optimizer, facts, is_loading=False)
     _together(collect, what)
     own: dict[str, Any] = {**_rank_state(layout), "kept": {} if kept is None else kept.state_dict()}
     if group is not None:
@@ -178,13 +185,14 @@ def _restore(
     from megatron.core import dist_checkpointing
     from megatron.core.dist_checkpointing.core import CheckpointingException
     from megatron.core.dist_checkpointing.validation import StrictHandling
+    from torch.distributed.checkpoint.api import CheckpointException
 
     mine = sorted(manifest["files"])[layout.rank :: layout.world_size]
     _together(lambda: check_checksums(path, manifest, mine), "", is_saving=False)
-    state = _state(model, optimizer, is_loading=True)
+    state = _state(model, optimizer, manifest, is_loading=True)
     try:
         loaded = dist_checkpointing.load(state, str(path), strict=StrictHandling.RAISE_ALL)
-    except (CheckpointingException, KeyError, RuntimeError, ValueError) as error:
+    except (CheckpointingException, CheckpointException, KeyError, RuntimeError, ValueError) as error:
         raise CheckpointError(f"{path} does not fit this model: {error}") from error
     model.module.load_state_dict(loaded["model"])
     model.forget_images()
@@ -199,10 +207,20 @@ def _restore(
     return int(manifest["step"])
 
 
-def _state(model: PolicyModel, optimizer: Optimizer, is_loading: bool) -> dict[str, Any]:
-    """Sharded views of weights and optimiser, in model space, so that another layout can read them."""
+def layout_of(manifest: Mapping[str, Any]) -> dict[str, Any]:
+    """How Megatron laid the state of a checkpoint out: in model space, for any layout to read."""
+    return {
+        "distrib_optim_sharding_type": "fully_reshardable",
+        "non_homogeneous_layers": bool(manifest.get(LAYERS_APART)),
+    }
+
+
+def _state(
+    model: PolicyModel, optimizer: Optimizer, manifest: Mapping[str, Any], is_loading: bool
+) -> dict[str, Any]:
+    """Sharded views of weights and optimiser, as `manifest` says they are laid out."""
     optimizer.allocate_state()
-    metadata = {"distrib_optim_sharding_type": "fully_reshardable"}
+    metadata = layout_of(manifest)
     weights = model.module.sharded_state_dict(metadata=metadata)
     moments = optimizer.megatron.sharded_state_dict(weights, is_loading=is_loading, metadata=metadata)
     return {"model": weights, "optimizer": moments}
@@ -316,5 +334,7 @@ def _with_untouched(
         seen.add(name)
         yield name, tensor
     for name in sorted(set(table) - seen):
+        if not name.startswith(PASSED_PREFIXES):
+            raise CheckpointError(f"the model gave no tensor {name}, which {source} has: nothing was written")
         with safe_open(source / table[name].file, framework="pt") as file:
             yield name, file.get_tensor(name)

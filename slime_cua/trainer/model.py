@@ -28,8 +28,17 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 class PolicyModel:
     """A Megatron model of a Hugging Face folder. Call inside megatron_patches.cpu_scope()."""
 
-    def __init__(self, hf_dir: Path | str, config: TrainerConfig, tensors: dict[str, TensorInfo]) -> None:
-        """Build and load. tensors: what slime_cua.convert.check_hf_folder gave; nothing here is strict."""
+    def __init__(
+        self,
+        hf_dir: Path | str,
+        config: TrainerConfig,
+        tensors: dict[str, TensorInfo],
+        is_empty: bool = False,
+    ) -> None:
+        """Build and load. tensors: what slime_cua.convert.check_hf_folder gave; nothing here is strict.
+
+        is_empty: no weight is read; the values are whatever the memory holds.
+        """
         from mcore_bridge import ModelConfig, hf_to_mcore_config
         from mcore_bridge.model import get_mcore_model
         from transformers import AutoConfig
@@ -42,7 +51,9 @@ class PolicyModel:
         )
         self.module = get_mcore_model(self.config)[0]
         _keep_float32(self.module, tensors)
-        self.load_weights(hf_dir, tensors)
+        _keep_expert_layout(self.config.bridge, expert_layout(tensors, read_config(hf_dir)))
+        if not is_empty:
+            self.load_weights(hf_dir, tensors)
         self.adapters = Adapters(self.module, config.lora) if config.lora.rank else None
         megatron_patches.apply_to_model(self.module, self.config)
         self.routing = Routing(self.module, self.config, self._tp_group(), config.moe.replay_routing)

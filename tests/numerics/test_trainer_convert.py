@@ -1,21 +1,138 @@
-"""The conversion commands give a folder back byte for byte, at another TP than it went in."""
+"""The conversion commands give a folder back byte for byte, at another TP than it went in, in little memory on the way back."""
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
+from slime_cua.core.errors import CheckpointError
 from slime_cua.launch.convert import main
-from tests.numerics.tiny_models import HYBRID, make_qwen35
+from tests.numerics.tiny_models import (
+    FULL,
+    HYBRID,
+    make_qwen3vl_moe,
+    make_qwen35,
+    make_qwen35_moe,
+    store_experts,
+)
 
-pytestmark = pytest.mark.slow
+ROOT = Path(__file__).parents[2]
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(1800),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning"),
+]
+
+
+def there_and_back(source: Path, scratch: Path, *options: str) -> tuple[dict[str, bytes], dict[str, bytes]]:
+    assert main(["to-megatron", "--hf", str(source), "--out", str(scratch / "run"), *options]) == 0
+    back = ["--checkpoint", str(scratch / "run"), "--hf", str(source), "--out", str(scratch / "back")]
+    assert main(["to-hf", *back]) == 0
+    files = {path.name: path.read_bytes() for path in source.iterdir()}
+    return {path.name: path.read_bytes() for path in (scratch / "back").iterdir()}, files
 
 
 def test_hugging_face_to_megatron_at_tp2_and_back_at_tp1_is_byte_equal(tmp_path: Path) -> None:
-    source = make_qwen35(tmp_path / "source", HYBRID, is_tied=False)
-    assert main(["to-megatron", "--hf", str(source), "--out", str(tmp_path / "run"), "--tp", "2"]) == 0
-    back = ["--checkpoint", str(tmp_path / "run"), "--hf", str(source), "--out", str(tmp_path / "back")]
-    assert main(["to-hf", *back]) == 0
-    files = {path.name: path.read_bytes() for path in source.iterdir()}
-    assert {path.name: path.read_bytes() for path in (tmp_path / "back").iterdir()} == files
+    found, wanted = there_and_back(
+        make_qwen35(tmp_path / "source", HYBRID, is_tied=False), tmp_path, "--tp", "2"
+    )
+    assert found == wanted
+
+
+@pytest.mark.parametrize(
+    ("make", "layout"),
+    [(make_qwen35_moe, "out_in"), (make_qwen35_moe, "split"), (make_qwen3vl_moe, "in_out")],
+)
+def test_experts_come_back_byte_equal_in_the_layout_they_had(
+    make: Callable[[Path], Path], layout: str, tmp_path: Path
+) -> None:
+    found, wanted = there_and_back(store_experts(make(tmp_path / "source"), layout), tmp_path)
+    assert found == wanted
+
+
+def test_a_tied_head_comes_back_byte_equal(tmp_path: Path) -> None:
+    found, wanted = there_and_back(make_qwen35(tmp_path / "source", FULL, is_tied=True), tmp_path)
+    assert found == wanted
+
+
+def test_a_checkpoint_of_another_model_leaves_no_folder(tmp_path: Path) -> None:
+    source, other = make_qwen35(tmp_path / "source", FULL), make_qwen35(tmp_path / "other", HYBRID)
+    assert main(["to-megatron", "--hf", str(source), "--out", str(tmp_path / "run")]) == 0
+    arguments = ["--checkpoint", str(tmp_path / "run"), "--hf", str(other), "--out", str(tmp_path / "back")]
+    with pytest.raises(CheckpointError):
+        main(["to-hf", *arguments])
+    assert not (tmp_path / "back").exists()
+
+
+def make_large(folder: Path) -> Path:
+    """A hundred megabytes of bf16 weights in shards of at most forty."""
+    from transformers import Qwen3_5Config, Qwen3_5ForConditionalGeneration
+
+    small = Qwen3_5Config.from_pretrained(make_qwen35(folder, FULL))
+    text = {
+        **small.text_config.to_dict(),
+        "hidden_size": 512,
+        "intermediate_size": 2048,
+        "num_hidden_layers": 12,
+        "layer_types": ["full_attention"] * 12,
+        "tie_word_embeddings": False,
+    }
+    vision = {**small.vision_config.to_dict(), "out_hidden_size": 512}
+    config = Qwen3_5Config(text_config=text, vision_config=vision, image_token_id=6)
+    (folder / "model.safetensors").unlink()
+    model = Qwen3_5ForConditionalGeneration(config).to(torch.bfloat16)
+    model.save_pretrained(folder, max_shard_size="40MB")
+    return folder
+
+
+MEASURE = """
+import sys
+from pathlib import Path
+from slime_cua.trainer.stream_export import stream_to_hf
+
+def status(key):
+    line = next(x for x in Path("/proc/self/status").read_text().splitlines() if x.startswith(key))
+    return int(line.split()[1]) << 10
+
+run, source, scratch = map(Path, sys.argv[1:])
+stream_to_hf(run, source, scratch / "first")
+before = status("VmRSS")
+Path("/proc/self/clear_refs").write_text("5")
+stream_to_hf(run, source, scratch / "second")
+print("PEAK", status("VmHWM") - before)
+"""
+
+
+def test_the_way_back_takes_less_than_twice_the_largest_shard(tmp_path: Path) -> None:
+    source = make_large(tmp_path / "source")
+    shards = [path.stat().st_size for path in source.glob("*.safetensors")]
+    assert len(shards) >= 3
+    assert main(["to-megatron", "--hf", str(source), "--out", str(tmp_path / "run")]) == 0
+    # Freed memory goes back at once, so that the second run's peak is its own.
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(ROOT),
+        "OMP_NUM_THREADS": "1",
+        "MALLOC_ARENA_MAX": "1",
+        "MALLOC_MMAP_THRESHOLD_": "65536",
+        "MALLOC_TRIM_THRESHOLD_": "65536",
+    }
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", MEASURE, str(tmp_path / "run"), str(source), str(tmp_path)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=1700,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    peak = int(done.stdout.split("PEAK")[1])
+    assert peak < 2 * max(shards), f"{peak >> 20} MiB with a largest shard of {max(shards) >> 20} MiB"
+    for path in source.glob("*.safetensors"):
+        assert (tmp_path / "second" / path.name).read_bytes() == path.read_bytes()
