@@ -2,6 +2,7 @@
 
 import json
 import os
+import time
 
 import pytest
 
@@ -266,3 +267,23 @@ def test_an_image_ref_is_found_wherever_an_episode_names_it(tmp_path):
     ref = ImageRef(sha256="a" * 64, width_px=1, height_px=1)
     path.write_text(f'{{"observation": {{"image": {ref.model_dump_json()}}}}}\n')
     assert reference_counts(tmp_path) == {"a" * 64: 1}
+
+
+def test_the_rollout_side_keeps_images_of_running_and_of_needed_episodes_when_the_store_is_full(tmp_path):
+    """A store of ten images, one consumed for each new one; what runs since `start` and what training needs stays."""
+    from slime_cua.launch.rollout_actor import JUST_ENDED_S, RolloutActor
+
+    run = Fixture(tmp_path)
+    start = time.time()
+    actor = RolloutActor.__new__(RolloutActor)  # its constructor takes over the process's output
+    actor.run_dir, actor._running_since = tmp_path, {"g4-e1": start, "late-e2": start + 60}
+    needs = actor._needs()
+    assert needs.since_s == start - JUST_ENDED_S
+    assert run.names(needs.hashes) == {"g2", "g3", "shared", "g4", "late"}
+    for name, ref in run.refs.items():
+        age_s = 0.0 if name == "loose" else 1000.0  # just taken: its episode is not on record yet
+        os.utime(run.images.path(ref), (start - age_s, start - age_s))
+    store = ImageStore(tmp_path / "images", run.images.total_bytes, actor._needs)
+    new = store.put(png(8, 8, b"new"))
+    gone = {name for name, ref in run.refs.items() if ref not in store}
+    assert new in store and gone and gone <= {"g0", "g1", "demo", "eval"}
