@@ -82,7 +82,7 @@ class SandboxClient:
             owner=self._owner,
             task_id=task_id,
             episode_id=episode_id,
-            requirements=requirements or Requirements(),
+            requirements=requirements or Requirements(os=self.config.os),
             deadline_s=timeout_s or self.config.acquire_timeout_s,
             ttl_s=self._ttl_s,
         )

@@ -27,7 +27,7 @@ class GatewayDesktops:
         self._client = SandboxClient(url, token, config, owner=f"rollout-{secrets.token_hex(4)}")
         self._is_blind = is_blind
         self._num_leased = 0
-        self._requirements = Requirements(screen_wh_px=config.screen_wh_px)
+        self._requirements = Requirements(os=config.os, screen_wh_px=config.screen_wh_px)
 
     @asynccontextmanager
     async def lease(self, task: Task, episode_id: str) -> AsyncIterator[DesktopPort]:

@@ -13,7 +13,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from sandbox_cluster.api import ExecuteRequest, Requirements, Settle, StepRequest
+from sandbox_cluster.api import ExecuteRequest, Settle, StepRequest
 from sandbox_cluster.client import SandboxClient
 from sandbox_cluster.cluster import LocalCluster
 from sandbox_cluster.guest.events import Button, Key, Move, Pause, Text, compile_actions
@@ -104,7 +104,7 @@ async def test_a_leased_machine_is_driven_and_set_up_through_the_gateway(tmp_pat
         async with (
             LocalCluster(config, tmp_path / "cluster") as cluster,
             SandboxClient(cluster.url, cluster.token, config) as client,
-            client.lease(key="k", requirements=Requirements(os=system)) as sandbox,
+            client.lease(key="k") as sandbox,
             httpx.AsyncClient(base_url=cluster.url, trust_env=False, timeout=60) as osworld,
         ):
             assert sandbox.lease.os == system and sandbox.lease.provider == "remote"
