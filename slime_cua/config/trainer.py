@@ -39,7 +39,7 @@ class LoraConfig(ConfigModel):
 
     rank: int = Field(0, ge=0)
     """0: train all weights."""
-    alpha: float = Field(32.0, gt=0)
+    alpha: int = Field(32, ge=1)
     """The adapter's output is times alpha / rank."""
     targets: tuple[Literal["attention", "feed_forward"], ...] = ("attention", "feed_forward")
     """Gated delta net counts as attention, experts as feed_forward. The vision tower gets none."""

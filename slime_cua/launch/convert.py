@@ -17,8 +17,8 @@ def main(arguments: list[str]) -> int:
     if options.way == "to-hf":
         from slime_cua.trainer.stream_export import stream_to_hf
 
-        paths = (Path(path) for path in (options.checkpoint, options.hf, options.out))
-        print(f"step {stream_to_hf(*paths, options.dtype, shows_progress=True)} -> {options.out}")
+        saved, source, target = Path(options.checkpoint), Path(options.hf), Path(options.out)
+        print(f"step {stream_to_hf(saved, source, target, options.dtype, shows_progress=True)} -> {target}")
         return 0
     from slime_cua.config.trainer import ParallelConfig, TrainerConfig
     from slime_cua.trainer.group import LocalTrainerGroup

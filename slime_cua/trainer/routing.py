@@ -24,7 +24,9 @@ class Routing:
     """All routers of a model. Set for one micro-batch before its forward; holds until the next, so recompute sees the same."""
 
     def __init__(self, module: torch.nn.Module, config: Any, tp_group: Any, is_replayed: bool) -> None:
-        self._routers: list[Any] = [m for m in module.modules() if hasattr(m, "router_replay") and hasattr(m, "topk")]
+        self._routers: list[Any] = [
+            m for m in module.modules() if hasattr(m, "router_replay") and hasattr(m, "topk")
+        ]
         self._num_layers, self._num_experts = int(config.num_layers), int(config.num_moe_experts or 0)
         self._top_k = int(config.moe_router_topk)
         self._tp_group = tp_group if config.sequence_parallel else None

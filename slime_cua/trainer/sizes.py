@@ -65,13 +65,15 @@ class ModelShape:
         text, experts = config["text_config"], num_experts(config)
         is_35 = str(config["model_type"]).startswith("qwen3_5")
         num_layers = int(text["num_hidden_layers"])
-        kinds = text.get("layer_types") or _every(int(text.get("full_attention_interval", 4)), num_layers)
+        kinds: list[Any] = text.get("layer_types") or _every(
+            int(text.get("full_attention_interval", 4)), num_layers
+        )
         heads = int(text["num_attention_heads"])
         return cls(
             hidden=int(text["hidden_size"]),
             vocab=int(text["vocab_size"]),
             is_tied=bool(text.get("tie_word_embeddings", config.get("tie_word_embeddings", False))),
-            layers=tuple(kinds) if is_35 else ("full_attention",) * num_layers,
+            layers=tuple(kinds if is_35 else ["full_attention"] * num_layers),
             num_heads=heads,
             num_kv_heads=int(text["num_key_value_heads"]),
             head_dim=int(text.get("head_dim") or text["hidden_size"] // heads),
