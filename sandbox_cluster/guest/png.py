@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import io
 import struct
 import zlib
@@ -34,10 +35,22 @@ def encode_bgrx(pixels_HW4: np.ndarray, level: int = 1) -> bytes:
 
 
 def encode_solid(wh_px: tuple[int, int], rgb: tuple[int, int, int]) -> bytes:
-    """PNG bytes of a screen in one colour."""
+    """PNG bytes of a screen in one colour. Only its first row is compressed anew: those below are zeros whatever the colour."""
     width, height = wh_px
-    rows = b"\0" + bytes(rgb) * width + (bytes([_UP]) + bytes(3 * width)) * (height - 1)
-    return _wrap(width, height, zlib.compress(rows, 1))
+    first = b"\0" + bytes(rgb) * width
+    below, packed_below = _rows_like_above(width, height - 1)
+    packer = zlib.compressobj(1, zlib.DEFLATED, -15)
+    packed = packer.compress(first) + packer.flush(zlib.Z_FULL_FLUSH)
+    checksum = struct.pack(">I", zlib.adler32(below, zlib.adler32(first)))
+    return _wrap(width, height, b"\x78\x01" + packed + packed_below + checksum)
+
+
+@functools.lru_cache(maxsize=8)
+def _rows_like_above(width: int, count: int) -> tuple[bytes, bytes]:
+    """`count` rows that equal the one above, and the same as the end of a deflate stream."""
+    rows = (bytes([_UP]) + bytes(3 * width)) * count
+    packer = zlib.compressobj(1, zlib.DEFLATED, -15)
+    return rows, packer.compress(rows) + packer.flush()
 
 
 def check_png(png: bytes, wh_px: tuple[int, int]) -> None:
