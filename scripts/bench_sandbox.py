@@ -83,7 +83,7 @@ async def bench_boot(provider: LocalProvider, num: int) -> list[Row]:
 
 
 async def window(desktop: Desktop, title: str) -> None:
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(120):
         while title not in (await desktop.run(["wmctrl", "-l"])).stdout:  # noqa: ASYNC110
             await asyncio.sleep(0.02)
 
