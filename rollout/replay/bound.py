@@ -42,6 +42,7 @@ from __future__ import annotations
 
 import heapq
 import math
+from bisect import insort
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -98,8 +99,10 @@ def least_waiting_in_order(
         for left, front in fronts.items():
             start, filling = step * per_step + left, per_step - left
             most = min(filling + per_step, len(spans_s) - start)
+            new = sorted(spans_s[start : start + filling])
             for started in range(filling, most + 1):
-                new = sorted(spans_s[start : start + started])
+                if started > filling:
+                    insort(new, spans_s[start + started - 1])
                 joins = new[filling - 1] if filling else 0.0
                 rest = new[-1] if started > filling else 0.0
                 states = following.setdefault(started - filling, [])
