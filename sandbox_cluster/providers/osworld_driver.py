@@ -71,16 +71,16 @@ class OSWorldDriver:
                 if self.platform.is_windows and (await self.server.call("GET", "/probe")).status != 200:
                     raise SandboxError("not ready")
                 await self._picture()
+                size = await self.server.screen_wh_px()
+                low, high = await self.server.clock_skew_s()
                 break
             except SandboxError:
                 await asyncio.sleep(READY_POLL_S)
-        size = await self.server.screen_wh_px()
         if size != self._screen_wh_px:
             raise SandboxError(
                 f"the machine at {self.server.url} has a screen of {size[0]}x{size[1]}: "
                 f"set sandbox.screen_wh_px to [{size[0]}, {size[1]}]"
             )
-        low, high = await self.server.clock_skew_s()
         skew_s = _least((low, high))
         return skew_s if abs(skew_s) <= MAX_SKEW_S else await self.set_clock((low + high) / 2, password)
 
