@@ -156,9 +156,9 @@ def op_behind(request):
 
 def op_wait(request):
     answer = os.path.join(request["place"], "answer")
-    end = time.time() + request["patience"]
+    end = time.monotonic() + request["patience"]
     while not os.path.exists(answer):
-        if time.time() > end:
+        if time.monotonic() > end:
             return {"pending": request["place"]}
         time.sleep(0.02)
     with open(answer) as file:
