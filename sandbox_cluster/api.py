@@ -141,12 +141,6 @@ class ErrorBody(_Body):
     message: str
 
 
-class ErrorReply(_Body):
-    """The body of every answer that is not a success."""
-
-    error: ErrorBody
-
-
 class LeaseView(_Body):
     """A lease as lists show it: without its secret."""
 

@@ -10,7 +10,6 @@ import asyncio
 import base64
 import hashlib
 import struct
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -284,17 +283,3 @@ def _take(draft: _Draft, meta: dict[str, Any], budget: int) -> str:
     draft.num_pieces += bool(triples)
     reason = str(meta["finish_reason"]["type"])
     return "length" if reason == "abort" and len(draft.ids) >= budget else reason
-
-
-async def wait_healthy(url: str, deadline_s: float) -> None:
-    """Until /health answers 200. Raises EngineError after `deadline_s` seconds."""
-    end_s = time.monotonic() + deadline_s
-    async with httpx.AsyncClient(timeout=5) as http:
-        while time.monotonic() < end_s:
-            try:
-                if (await http.get(f"{url}/health")).status_code == 200:
-                    return
-            except httpx.HTTPError:
-                pass
-            await asyncio.sleep(0.1)
-    raise EngineError(f"{url} was not healthy within {deadline_s} s")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 from slime_cua.config.rollout import EngineConfig
@@ -62,18 +61,4 @@ def sglang_command(config: EngineConfig, model: Path, host: str, port: int, vers
         f"--weight-version={version}",
         *SGLANG_FLAGS,
         *config.extra_args,
-    ]
-
-
-def router_command(python: str, urls: Sequence[str], host: str, port: int) -> list[str]:
-    """`sglang-router` in front of SGLang engines, sessions kept by prefix."""
-    return [
-        python or sys.executable,
-        "-m",
-        "sglang_router.launch_router",
-        f"--host={host}",
-        f"--port={port}",
-        "--policy=cache_aware",
-        "--worker-urls",
-        *urls,
     ]

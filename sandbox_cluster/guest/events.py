@@ -141,11 +141,6 @@ def drag(moves: list[InputEvent], number: int = LEFT) -> list[InputEvent]:
     return [Button(number, True), Pause(DRAG_GAP_S), *way, Pause(DRAG_GAP_S), Button(number, False)]
 
 
-def total_pause_s(events: Iterable[InputEvent]) -> float:
-    """Seconds that `events` ask to wait in all."""
-    return sum(event.seconds for event in events if isinstance(event, Pause))
-
-
 def parted(events: Iterable[InputEvent]) -> list[Pause | list[InputEvent]]:
     """`events` cut at its pauses."""
     parts: list[Pause | list[InputEvent]] = []

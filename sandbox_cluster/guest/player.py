@@ -59,16 +59,6 @@ class Player:
                 self._type(event.text)
         self._x.sync()
 
-    def release_all(self) -> None:
-        """Let go of every key and button that is still down: no step leaves a key pressed for the next one."""
-        for keycode in self._keys_down.values():
-            self._x.key(keycode, False)
-        for number in self._buttons_down:
-            self._x.button(number, False)
-        self._keys_down.clear()
-        self._buttons_down.clear()
-        self._x.sync()
-
     def _button(self, event: Button) -> None:
         self._x.button(event.number, event.is_down)
         if event.is_down:

@@ -12,7 +12,6 @@ from PIL import Image
 
 SIGNATURE = b"\x89PNG\r\n\x1a\n"
 _UP = 2
-MAX_SIDE_PX = 8192
 
 
 def encode_bgrx(pixels_HW4: np.ndarray, level: int = 1) -> bytes:

@@ -61,11 +61,6 @@ def old_policy(
     raise ValueError(f'pi_old {choice!r} must be "engine", "proximal" or "behaviour"')
 
 
-def needed_forwards(choice: PiOld) -> tuple[str, ...]:
-    """Extra forward passes a collection needs: (), ("start",) or ("version",)."""
-    return {"engine": (), "proximal": ("start",), "behaviour": ("version",)}[choice]
-
-
 def truncated_token_weights(log_ratio_T: torch.Tensor, cap: float) -> torch.Tensor:
     """min(exp(log_ratio), cap) a token, detached: truncated importance sampling.
 

@@ -26,7 +26,6 @@ GuiKind = Literal[
     "wait",
     "screenshot",
 ]
-ActionType = Literal["gui", "code", "mcp", "skill", "terminate"]
 SkillRoute = Literal["DIRECT", "QUERY_TEXT", "QUERY_IMAGE", "QUERY_BOTH"]
 
 

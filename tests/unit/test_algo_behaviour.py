@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from slime_cua.algo.behaviour import (
-    needed_forwards,
     off_policy_keep,
     old_policy,
     truncated_segment_weights,
@@ -59,12 +58,7 @@ def test_log_ratio_of_each_choice(choice, lag, step, expected):
         assert old.correction_log_ratio_T is None
 
 
-def test_only_the_choices_that_need_it_cost_a_forward_and_a_missing_one_is_named():
-    assert [needed_forwards(choice) for choice in ("engine", "proximal", "behaviour")] == [
-        (),
-        ("start",),
-        ("version",),
-    ]
+def test_log_probs_that_a_choice_needs_and_has_not_are_named():
     logp = torch.zeros(1)
     for choice, name in (("proximal", "start_logp_T"), ("behaviour", "version_logp_T"), ("other", "pi_old")):
         with pytest.raises(ValueError, match=name):
