@@ -3,7 +3,8 @@
 Every token is chosen, none is learned, so the output is the same on each machine. Text is cut by one regular expression
 into literals of the tool call (longest first), whole numbers 0..1000, words, and single characters; a piece that the
 vocabulary holds is one token, any other piece becomes its UTF-8 bytes, so every text round-trips. A space is a token of its
-own: a word has one token wherever it stands, which a small model learns far sooner. A click costs nine tokens.
+own: a word has one token wherever it stands, which a small model learns far sooner. No literal may swallow a word that a
+request can hold ("cat ", " in "): the policy could not copy it. A click costs nine tokens.
 
 Ids are stable when words are appended: marks come first, the starter tasks' words last, reserved tokens fill the rest.
 """
@@ -47,10 +48,10 @@ LITERALS = (
     *(", ", '", "', "', '", '\\"', "\\n", "\\n\\n", "\\t", "\\\\", "\n\n", "  ", "    ", "        "),
     *("system\n", "user\n", "assistant\n", "[screenshot]", "custom_computer_use", "execute_code"),
     *("/home/user/", "/home/user", "('", "')", "(['", "'])", '(\\"', '\\")', "()", "():", "):", ".py", ".txt", ".json", ".csv"),
-    *("import ", "print(", "open('", "subprocess.run([", "subprocess.run('", ".read()", ".write('", ".write(", " = ", " == ", " += "),
-    *("with open('", "', 'w')", "', 'a')", " as f:\\n", "f.write('", "json.load(", "json.dump(", "f.read()", "for ", " in ", "if "),
-    *("from pathlib import Path", "Path('", ".write_text('", ".read_text()", "echo ", "cat ", " > ", " >> ", " && ", " | ", "--", "://"),
-    *(".\n", ":\n", ", and ", ". ", ": ", "...", "->", "=>", "!=", "<=", ">=", "**", "//"),
+    *("print(", "open('", "subprocess.run([", "subprocess.run('", ".read()", ".write('", ".write(", " = ", " == ", " += "),
+    *("with open('", "', 'w')", "', 'a')", " as f:\\n", "f.write('", "json.load(", "json.dump(", "f.read()"),
+    *("from pathlib import Path", "Path('", ".write_text('", ".read_text()", "echo ", " > ", " >> ", " && ", " | ", "--", "://"),
+    *(".\n", ":\n", ". ", ": ", "...", "->", "=>", "!=", "<=", ">=", "**", "//"),
 )  # fmt: skip
 NUMBER = "1000|[1-9][0-9]{0,2}|0"
 WORD = r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])"

@@ -133,7 +133,9 @@ def _draw_window(rng: np.random.Generator, screen: Screen, theme: Theme, box: Bo
 
 
 def _places(rng: np.random.Generator, room: Box, num: int, look: Look) -> list[Box]:
-    """Up to `num` boxes inside `room` that do not touch: cells of a random lattice, boxes anywhere in their cells."""
+    """Up to `num` boxes inside `room` that do not touch: cells of a random lattice, boxes anywhere in their cells.
+
+    In a room too low for the look's least side, boxes are as high as the room."""
     x0, y0, x1, y1 = room
     low, high = look.side_px
     most_columns, most_rows = max((x1 - x0) // (low + 8), 1), max((y1 - y0) // (low + 8), 1)
@@ -147,8 +149,8 @@ def _places(rng: np.random.Generator, room: Box, num: int, look: Look) -> list[B
     cell_w, cell_h = (x1 - x0) // columns, (y1 - y0) // rows
     boxes = []
     for cell in rng.permutation(columns * rows)[:num]:
-        w = between(rng, low, min(high, cell_w - 8))
-        h = between(rng, low, min(high, cell_h - 8))
+        w = between(rng, min(low, cell_w - 8), min(high, cell_w - 8))
+        h = between(rng, min(low, cell_h - 8), min(high, cell_h - 8))
         if w < h <= cell_w - 8 and rng.random() < 0.6:
             w, h = h, w
         left = x0 + int(cell % columns) * cell_w + 4

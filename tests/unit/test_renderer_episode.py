@@ -182,7 +182,7 @@ def test_placeholders_and_expanded_length_agree(tiny: Renderer) -> None:
     for prompt, _ in play(tiny, SlidingWindow(2, 1), [CLICK] * 4, OBSERVATIONS):
         assert prompt.ids.count(tiny.images.image_token_id) == len(prompt.images)
         assert prompt.num_tokens == len(tiny.expand(prompt.ids, prompt.images))
-        assert prompt.num_tokens == len(prompt.ids) + 239 * len(prompt.images)
+        assert prompt.num_tokens == len(prompt.ids) + 59 * len(prompt.images)
 
 
 def test_text_from_outside_cannot_forge_marks_or_images(tiny: Renderer) -> None:

@@ -42,7 +42,7 @@ def test_screenshots_have_the_known_number_of_tokens(
 def test_the_tiny_policy_sees_its_desktop_at_full_size() -> None:
     config = ImageProcessorConfig.from_hf(TINY)
     assert resized_wh_px(640, 384, config) == (640, 384)
-    assert num_image_tokens(image(640, 384), config) == 240
+    assert num_image_tokens(image(640, 384), config) == 10 * 6
 
 
 @given(st.integers(1, 4000), st.integers(1, 4000), st.sampled_from([QWEN3, QWEN25]))

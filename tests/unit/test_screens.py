@@ -30,6 +30,8 @@ from slime_cua.synthesis.things import COLOURS, HUES, Look
 
 TINY = Path(__file__).resolve().parents[2] / "models" / "tiny_base"
 RECIPE = Path(__file__).resolve().parents[2] / "recipes" / "pretrain_tiny_base.yaml"
+IMAGE_TOKENS = 10 * 6
+"""Of one screen: the tiny base merges patches of 16 pixels 4 x 4."""
 
 
 def screens(num: int, look: Look | None = None):
@@ -54,6 +56,16 @@ def test_things_stand_inside_the_screen_and_do_not_touch():
             for other in screen.items[:n]:
                 a0, b0, a1, b1 = other.box
                 assert x1 <= a0 or a1 <= x0 or y1 <= b0 or b1 <= y0
+
+
+def test_large_things_stay_inside_a_low_window():
+    """A low window with a large close button leaves less height than the least side of a thing."""
+    look = Look(side_px=(90, 112), kinds=("triangle", "circle", "cross", "square"), window_share=1.0)
+    for screen in screens(150, look):
+        left, top, right, bottom = screen.windows[-1].box
+        for item in screen.items:
+            x0, y0, x1, y1 = item.box
+            assert left <= x0 < x1 <= right and top <= y0 < y1 <= bottom, (item, screen.windows[-1])
 
 
 def test_the_middle_of_a_coloured_thing_has_its_colour():
@@ -163,10 +175,10 @@ def some_stage() -> Stage:
 def test_a_batch_is_full_of_tokens_and_trains_answers_only():
     encoder, lengths = Encoder(TINY), Lengths()
     for num_screens in (1, 2):
-        batch = shape_of(lengths, 4, num_screens, 240).allocate()
+        batch = shape_of(lengths, 4, num_screens, IMAGE_TOKENS).allocate()
         make_batch(np.random.default_rng(1), some_stage(), encoder, batch)
         image = batch.token_ids_BL == encoder.image[1]
-        assert (image.sum(axis=1) == 240 * num_screens).all()
+        assert (image.sum(axis=1) == IMAGE_TOKENS * num_screens).all()
         assert not (batch.kind_BL[image] != UNTRAINED).any()
         share = (batch.kind_BL != UNTRAINED).sum(axis=1) / (124 * num_screens)
         assert (share > 0.1).all() and (share < 0.6).all()
@@ -175,7 +187,7 @@ def test_a_batch_is_full_of_tokens_and_trains_answers_only():
 
 def test_trained_tokens_of_a_batch_decode_to_answers_of_the_screen():
     encoder, lengths = Encoder(TINY), Lengths()
-    batch = shape_of(lengths, 1, 1, 240).allocate()
+    batch = shape_of(lengths, 1, 1, IMAGE_TOKENS).allocate()
     only_theme = Stage(scenes=(Scene(look=Look(dark_share=1.0), ask={"theme": 1.0}),))
     make_batch(np.random.default_rng(1), only_theme, encoder, batch)
     theme = batch.kind_BL[0] == KIND_NAMES.index("theme")

@@ -1,6 +1,7 @@
 """Chat turns of pretraining: requests stand before the screen, answers are trained, and no task or action occurs."""
 
 import json
+import math
 import re
 from pathlib import Path
 
@@ -22,7 +23,7 @@ GRAMMAR = ("<tool_call>", "custom_computer_use", '"arguments"', '"action"', '"co
 def batch_of(num_screens: int, num: int = 12):
     look = Look(word_share=1.0, label_share=0.5)
     stage = Stage(scenes=(Scene(look=look, ask=dict.fromkeys(KINDS, 1.0)),), chat_share=1.0, uses_of_screen=2)
-    batch = shape_of(Lengths(), num, num_screens, 240).allocate()
+    batch = shape_of(Lengths(), num, num_screens, math.prod(ENCODER.screen_grid)).allocate()
     make_batch(np.random.default_rng(num_screens), stage, ENCODER, batch)
     return batch
 
