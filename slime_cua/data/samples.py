@@ -54,3 +54,17 @@ def _group_samples(group: EpisodeGroup, config: AdvantageConfig, oldest_version:
                 )
             )
     return samples
+
+
+def split_samples(
+    samples: Sequence[TrainSample], num_parts: int, *, seed: int = 0
+) -> list[list[TrainSample]]:
+    """The samples in `num_parts` shares of equal size (differing by at most one), drawn at random from all groups.
+
+    Samples with advantage 0 are spread like the others, so each share's mean over its samples estimates the same loss.
+    One part keeps the order. Fewer samples than parts give fewer shares, none empty (one, if there are no samples).
+    """
+    if num_parts == 1:
+        return [list(samples)]
+    mixed = random.Random(f"share {seed}").sample(list(samples), len(samples))
+    return [mixed[i::num_parts] for i in range(min(num_parts, max(len(mixed), 1)))]

@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Any
 from slime_cua.core.errors import EngineError
 from slime_cua.core.types import EpisodeGroup
 from slime_cua.data.episodes import EpisodeStore
-from slime_cua.data.samples import make_train_samples
+from slime_cua.data.samples import make_train_samples, split_samples
 from slime_cua.launch.run_state import Batch, RunState
 from slime_cua.launch.steady_trainer import Call, SteadyTrainer
 from slime_cua.observability.logger import last_step
+from slime_cua.observability.metrics import over_steps
 
 if TYPE_CHECKING:
     from slime_cua.launch.session import Session
@@ -41,7 +42,7 @@ class Loop:
 
     @property
     def version(self) -> int:
-        """Optimiser steps that count."""
+        """Steps that count, each over one collection of groups."""
         return self.state.version
 
     def resume_or_start(self) -> None:
@@ -73,9 +74,11 @@ class Loop:
         return list(groups)
 
     def train(self, groups: list[EpisodeGroup]) -> None:
-        """One optimiser step over all segments of `groups`. It is lost with the process until `commit`."""
+        """Train on all segments of `groups`. It is lost with the process until `commit`."""
         self._session.console.progress(f"step {self.version + 1}: training")
-        self._values |= self._train(self._trainer.call, groups, self.version)
+        self._values |= self._trainer.together(
+            "train_step", lambda call: self._train(call, groups, self.version)
+        )
 
     def commit(self, groups: list[EpisodeGroup]) -> None:
         """Count the step: the run state with it is on disk afterwards."""
@@ -172,7 +175,10 @@ class Loop:
             self._train(call, [store.read_at(place, name) for name, place in batch.items()], version)
 
     def _train(self, call: Call, groups: Sequence[EpisodeGroup], version: int) -> dict[str, float]:
-        """The step from `version` over `groups`: depends on nothing else, so that it can be repeated."""
+        """The step from `version` over `groups`, in trainer.steps_per_collection optimiser steps.
+
+        Depends on nothing else, so that it can be repeated.
+        """
         rollout = self._config.rollout
         is_masked = rollout.scheduler.stale == "mask"
         samples = make_train_samples(
@@ -181,17 +187,24 @@ class Loop:
             seed=self._config.seed + version,
             oldest_version=version - rollout.max_policy_lag if is_masked else 0,
         )
-        metrics: dict[str, float] = call(
-            "train_step",
-            samples,
-            self._session.images,
-            loss=self._config.loss.name,
-            section=self._config.loss,
-            policy_version=version,
-            max_policy_lag=rollout.max_policy_lag,
-            temperature=rollout.sampling.temperature,
+        shares = split_samples(
+            samples, self._config.trainer.steps_per_collection, seed=self._config.seed + version
         )
-        return metrics
+        return over_steps(
+            [
+                call(
+                    "train_step",
+                    share,
+                    self._session.images,
+                    loss=self._config.loss.name,
+                    section=self._config.loss,
+                    policy_version=version,
+                    max_policy_lag=rollout.max_policy_lag,
+                    temperature=rollout.sampling.temperature,
+                )
+                for share in shares
+            ]
+        )
 
     def _save(self) -> None:
         """The checkpoint first, then the state that names it, then older ones go."""

@@ -54,6 +54,10 @@ class SteadyTrainer:
         """Run `method` on every rank; rank 0's result."""
         return self._steadily(method, lambda group: group.call(method, *args, **kwargs))
 
+    def together(self, what: str, work: Callable[[Call], T]) -> T:
+        """The calls that `work` makes, as one: a rank lost in any of them means all of them again on the new group."""
+        return self._steadily(what, lambda group: work(group.call))
+
     def publish(self, version: int, urls: Sequence[str], *, use_gpu: bool, engine_tp: int) -> Any:
         """As RayTrainerGroup.publish."""
         return self._steadily(

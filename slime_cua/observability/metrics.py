@@ -6,6 +6,7 @@ A name is an API: scripts and dashboards read it. `axis` says what a value belon
 from __future__ import annotations
 
 import fnmatch
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -123,3 +124,16 @@ def markdown_table() -> str:
     """docs/metrics.md is this."""
     rows = [f"| `{m.name}` | {m.unit} | {m.meaning} | {m.axis} |" for m in METRICS]
     return "\n".join(["| name | unit | meaning | axis |", "|---|---|---|---|", *rows]) + "\n"
+
+
+def over_steps(metrics: Sequence[dict[str, float]]) -> dict[str, float]:
+    """Metrics of several optimiser steps as one row: times and counts (`num_...`) summed, `.../max` the largest, else the mean."""
+    row: dict[str, float] = {}
+    for name in sorted({name for step in metrics for name in step}):
+        values = [step[name] for step in metrics if name in step]
+        last = name.rsplit("/", 1)[-1]
+        if name.startswith("time/") or last.startswith("num_"):
+            row[name] = sum(values)
+        else:
+            row[name] = max(values) if last == "max" else sum(values) / len(values)
+    return row

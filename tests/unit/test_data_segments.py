@@ -8,7 +8,7 @@ from slime_cua.config.algo import AdvantageConfig
 from slime_cua.core.actions import CodeAction, GuiAction, TerminateAction
 from slime_cua.core.errors import DataError
 from slime_cua.core.types import Episode, EpisodeGroup, ImageRef, Turn
-from slime_cua.data.samples import make_train_samples
+from slime_cua.data.samples import make_train_samples, split_samples
 from slime_cua.data.segments import build_segments
 
 IMAGE_ID = 9
@@ -251,3 +251,16 @@ def test_start_and_end_tokens_stand_as_sampled_neither_doubled_nor_invented():
     (segment,) = build_segments(episode)
     assert segment.token_ids == (start, 30, 31, 32, 40, end, 33, 41, 42)
     assert segment.token_ids.count(start) == 1 and segment.token_ids.count(end) == 1
+
+
+def test_shares_of_a_collection_hold_each_sample_once_and_differ_by_at_most_one():
+    episodes = (make_episode(["gui"], reward=float(i % 2), episode_id=f"e{i}") for i in range(5))
+    samples = make_train_samples([group(*episodes)], AdvantageConfig())
+    assert split_samples(samples, 1) == [samples]
+    shares = split_samples(samples, 2, seed=3)
+    assert [len(share) for share in shares] == [3, 2]
+    names = [sample.segment.segment_id for share in shares for sample in share]
+    assert sorted(names) == sorted(sample.segment.segment_id for sample in samples)
+    assert shares == split_samples(samples, 2, seed=3) != split_samples(samples, 2, seed=4)
+    assert [len(share) for share in split_samples(samples, 9)] == [1] * 5
+    assert split_samples([], 3) == [[]]

@@ -107,6 +107,12 @@ def test_a_rank_lost_while_steps_are_trained_again_means_all_of_them_again_and_n
     assert groups[2].calls == [("train_step", step) for step in range(5)]
 
 
+def test_a_rank_lost_in_the_second_of_two_calls_that_belong_together_means_both_again(tmp_path):
+    trainer, groups, _ = make_steady(tmp_path, [[None, TrainerLost("rank 0 died")], []])
+    trainer.together("train_step", lambda call: [call("train_step", share) for share in ("a", "b")])
+    assert groups[1].calls == [("restore", 7), ("train_step", "a"), ("train_step", "b")]
+
+
 def test_what_is_no_loss_is_raised_and_a_group_that_always_dies_ends_the_run(tmp_path):
     trainer, groups, _ = make_steady(tmp_path, [[CheckpointError("another model")]])
     with pytest.raises(CheckpointError, match="another model"):

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from slime_cua.observability.logger import MetricsLogger, read_rows
-from slime_cua.observability.metrics import METRICS, find, markdown_table
+from slime_cua.observability.metrics import METRICS, find, markdown_table, over_steps
 
 
 def open_logger(folder, **kwargs):
@@ -56,3 +56,21 @@ def test_not_a_number_is_kept_visible_and_a_cut_last_line_is_left_out(tmp_path):
     rows = read_rows(tmp_path / "metrics.jsonl")
     assert json.dumps(rows[0]["values"]) == '{"loss/policy": "nan"}'
     assert len(rows) == 1
+
+
+def test_several_steps_become_one_row():
+    first = {"time/train_s": 1.0, "loss/policy": 2.0, "loss/num_samples": 3.0, "lag/max": 1.0}
+    second = {
+        "time/train_s": 2.0,
+        "loss/policy": 4.0,
+        "loss/num_samples": 5.0,
+        "lag/max": 0.0,
+        "loss/kl": 7.0,
+    }
+    assert over_steps([first, second]) == {
+        "time/train_s": 3.0,
+        "loss/policy": 3.0,
+        "loss/num_samples": 8.0,
+        "lag/max": 1.0,
+        "loss/kl": 7.0,
+    }
