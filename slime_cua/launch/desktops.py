@@ -26,7 +26,7 @@ class GatewayDesktops:
     def __init__(self, url: str, token: str, config: SandboxConfig, *, is_blind: bool = False) -> None:
         self._client = SandboxClient(url, token, config, owner=f"rollout-{secrets.token_hex(4)}")
         self._is_blind = is_blind
-        self._num_leased = 0
+        self._num_leased = self._num_given_back = 0
         self._requirements = Requirements(os=config.os, screen_wh_px=config.screen_wh_px)
 
     @asynccontextmanager
@@ -34,12 +34,12 @@ class GatewayDesktops:
         """A clean desktop until the block ends. The key is fresh: an episode played again must not get the old desktop.
 
         While other episodes have desktops it queues again for one, however long: after the loss of a host there are fewer
-        desktops than episodes, and that makes a run slow, not wrong. Raises SandboxError when nobody has one and none
-        becomes free within acquire_timeout_s.
+        desktops than episodes, and that makes a run slow, not wrong. Raises SandboxError when nobody had one and none
+        became free within acquire_timeout_s.
         """
         async with AsyncExitStack() as stack:
             while True:
-                key = f"{episode_id}-{secrets.token_hex(8)}"
+                key, given_back = f"{episode_id}-{secrets.token_hex(8)}", self._num_given_back
                 lease = self._client.lease(
                     key=key, task_id=task.id, episode_id=episode_id, requirements=self._requirements
                 )
@@ -47,7 +47,8 @@ class GatewayDesktops:
                     sandbox = await stack.enter_async_context(lease)
                     break
                 except SandboxError as error:
-                    if not (str(error).startswith("unavailable") and self._num_leased):
+                    was_busy = self._num_leased or self._num_given_back > given_back
+                    if not (str(error).startswith("unavailable") and was_busy):
                         raise
             self._num_leased += 1
             stack.callback(self._given_back)
@@ -55,6 +56,7 @@ class GatewayDesktops:
 
     def _given_back(self) -> None:
         self._num_leased -= 1
+        self._num_given_back += 1
 
     async def close(self) -> None:
         await self._client.close()

@@ -13,15 +13,17 @@ from tests.contract.gateway_rig import ALICE, SIZE, Rig
 TASK = Task(id="t", instruction="")
 
 
-def desktops_of(rig):
-    config = SandboxConfig(provider="fake", num_desktops=2, screen_wh_px=SIZE, acquire_timeout_s=0.3)
+def desktops_of(rig, acquire_timeout_s):
+    config = SandboxConfig(
+        provider="fake", num_desktops=2, screen_wh_px=SIZE, acquire_timeout_s=acquire_timeout_s
+    )
     return GatewayDesktops(rig.url, ALICE, config)
 
 
 async def test_an_episode_queues_again_while_another_has_the_only_desktop(tmp_path):
     rig, order, has_one = Rig(tmp_path), [], asyncio.Event()
     async with rig.gateway(), rig.host(slots=1, spares=0):
-        desktops = desktops_of(rig)
+        desktops = desktops_of(rig, acquire_timeout_s=2.0)
 
         async def play(name, seconds):
             async with desktops.lease(TASK, name):
@@ -30,17 +32,17 @@ async def test_an_episode_queues_again_while_another_has_the_only_desktop(tmp_pa
                 await asyncio.sleep(seconds)
 
         async with asyncio.timeout(60):
-            first = asyncio.create_task(play("first", 2.0))
+            first = asyncio.create_task(play("first", 4.5))
             await has_one.wait()
             await asyncio.gather(first, play("second", 0.0))
         await desktops.close()
-    assert order == ["first", "second"], "the second waited more than three times acquire_timeout_s"
+    assert order == ["first", "second"], "the second waited more than twice acquire_timeout_s"
 
 
 async def test_without_any_desktop_the_wait_ends_with_a_sentence(tmp_path):
     rig = Rig(tmp_path)
     async with rig.gateway():
-        desktops = desktops_of(rig)
+        desktops = desktops_of(rig, acquire_timeout_s=0.3)
         with pytest.raises(SandboxError, match=r"no desktop became free within 0\.\d+ s"):
             async with asyncio.timeout(60), desktops.lease(TASK, "e"):
                 pass
