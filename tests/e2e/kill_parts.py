@@ -69,6 +69,7 @@ def config_of(folder: Path, number: int = 0) -> RunConfig:
             dtype="fp32",
             max_tokens_per_rank=2048,
             freeze_vision=False,
+            steps_per_collection=2 if number % 3 == 1 else 1,
             optimizer=OptimizerConfig(lr=1e-3, warmup_steps=3, decay_steps=20),
         ),
         loss=LossConfig(

@@ -29,7 +29,7 @@ from slime_cua.config.run import RunConfig
 from slime_cua.core.types import EpisodeGroup
 from slime_cua.data.episodes import EpisodeStore
 from slime_cua.data.images import ImageStore
-from slime_cua.data.samples import make_train_samples
+from slime_cua.data.samples import make_train_samples, split_samples
 from slime_cua.launch.run_state import RunState
 from slime_cua.observability.logger import read_rows
 from slime_cua.train import reinforce
@@ -167,7 +167,8 @@ def check_sampler(state: RunState, groups: list[EpisodeGroup], config: RunConfig
     for group in groups[place : state.rollout["num_stored"]]:
         settle(group)
     assert json.loads(json.dumps(sampler.state_dict())) == state.rollout["sampler"]
-    assert books(scheduler.state_dict()) == books(state.rollout["scheduler"])
+    mine, theirs = books(scheduler.state_dict()), books(state.rollout["scheduler"])
+    assert mine == theirs, {name: (mine[name], theirs[name]) for name in mine if mine[name] != theirs[name]}
 
 
 def books(state: dict[str, Any]) -> dict[str, Any]:
@@ -191,15 +192,17 @@ def check_weights(
     rank.load(model)
     before = facts(rank)
     for version, batch in enumerate(state.batches):
-        rank.train_step(
-            make_train_samples([groups[name] for name in batch.groups], config.advantage, seed=version),
-            ImageStore(folder / "run/images"),
-            loss=config.loss.name,
-            section=config.loss,
-            policy_version=version,
-            max_policy_lag=1,
-            temperature=config.rollout.sampling.temperature,
-        )
+        samples = make_train_samples([groups[name] for name in batch.groups], config.advantage, seed=version)
+        for share in split_samples(samples, config.trainer.steps_per_collection, seed=version):
+            rank.train_step(
+                share,
+                ImageStore(folder / "run/images"),
+                loss=config.loss.name,
+                section=config.loss,
+                policy_version=version,
+                max_policy_lag=1,
+                temperature=config.rollout.sampling.temperature,
+            )
     rank.optimizer.allocate_state()
     wanted = facts(rank)
     rank.close()
