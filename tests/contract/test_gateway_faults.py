@@ -272,7 +272,7 @@ async def test_a_lease_whose_client_died_with_the_gateway_is_reaped_after_its_tt
 async def test_a_bad_set_up_step_is_named_and_a_failed_one_is_infrastructure(rig: Rig) -> None:
     async with rig.gateway(), rig.host(), rig.client() as client, client.lease(key="k") as sandbox:
         bad = Task(id="t", instruction="x", config=({"type": "fly", "parameters": {}},))
-        with pytest.raises(TaskError, match=r"step 0.*fly.*not in this build"):
+        with pytest.raises(TaskError, match=r"step 0.*'fly' is unknown; this build has"):
             await sandbox.setup(bad)
         never = {
             "type": "execute",

@@ -47,9 +47,10 @@ async def windows(sandbox: Sandbox) -> str:
     return (await sandbox.execute(CodeAction(language="bash", code="wmctrl -l"))).stdout
 
 
-async def eventually_has(sandbox: Sandbox, title: str) -> bool:
+async def eventually(sandbox: Sandbox, title: str, is_there: bool = True) -> bool:
+    """A window with `title` comes, or is gone, in time."""
     for _ in range(100):
-        if title in await windows(sandbox):
+        if (title in await windows(sandbox)) == is_there:
             return True
         await asyncio.sleep(0.1)
     return False
@@ -63,7 +64,7 @@ async def test_windows_open_come_to_the_front_and_close_by_set_up_steps(client: 
             step("launch", command="mousepad /home/user/note.txt"),
         )
         await sandbox.setup(Task(id="t", instruction="-", config=steps))
-        assert await eventually_has(sandbox, "first") and await eventually_has(sandbox, "note.txt")
+        assert await eventually(sandbox, "first") and await eventually(sandbox, "note.txt")
         before = await sandbox.screenshot()
         await sandbox.setup(
             Task(id="t", instruction="-", config=(step("activate_window", window_name="first"),))
@@ -73,8 +74,7 @@ async def test_windows_open_come_to_the_front_and_close_by_set_up_steps(client: 
         await sandbox.setup(
             Task(id="t", instruction="-", config=(step("close_window", window_name="first"),))
         )
-        await asyncio.sleep(0.3)
-        assert "first" not in await windows(sandbox)
+        assert await eventually(sandbox, "first", is_there=False)
 
 
 async def play(sandbox: Sandbox, actions: list[Action]) -> str | None:

@@ -204,8 +204,9 @@ def test_a_judge_that_raises_makes_episodes_invalid_never_zero(tmp_path, model):
 
 
 @pytest.mark.slow
-def test_a_worker_that_the_kernel_kills_for_memory_ends_the_run_with_its_log_named(tmp_path, model):
-    with ended(short_job(tmp_path, model, "sandbox.provider=fake", "evaluation.num_attempts=500")) as job:
+def test_a_worker_that_the_kernel_kills_once_too_often_ends_the_run_with_its_log_named(tmp_path, model):
+    overrides = ("sandbox.provider=fake", "evaluation.num_attempts=500", "faults.max_failures=1")
+    with ended(short_job(tmp_path, model, *overrides)) as job:
         job.start().wait_for("evaluating base: ")
         (worker,) = job.pids_of("ray::RolloutActor")
         os.kill(worker, signal.SIGKILL)
