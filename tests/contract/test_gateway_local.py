@@ -22,7 +22,9 @@ from slime_cua.core.errors import SandboxError
 from slime_cua.core.types import Task
 
 pytestmark = pytest.mark.desktop
-CONFIG = SandboxConfig(provider="local", num_desktops=2, num_spares=1, screen_wh_px=(640, 384), maximise=True)
+CONFIG = SandboxConfig(
+    provider="local", num_desktops=2, num_spares=1, screen_wh_px=(640, 384), maximise=True, boot_timeout_s=120
+)
 STARTER = Path(__file__).parents[2] / "tasks" / "starter" / "heldout"
 FAMILIES = ("press", "entry", "editor", "files")
 

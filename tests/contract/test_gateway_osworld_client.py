@@ -22,7 +22,9 @@ from slime_cua.config.sandbox import SandboxConfig
 
 PYTHON = os.environ.get("SLIME_CUA_OSWORLD_PYTHON", "")
 PROGRAM = Path(__file__).with_name("osworld_program.py")
-CONFIG = SandboxConfig(provider="local", num_desktops=1, num_spares=0, screen_wh_px=(640, 384), maximise=True)
+CONFIG = SandboxConfig(
+    provider="local", num_desktops=1, num_spares=0, screen_wh_px=(640, 384), maximise=True, boot_timeout_s=120
+)
 
 pytestmark = [
     pytest.mark.desktop,

@@ -45,7 +45,7 @@ async def provider(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncItera
 async def provider_of(request: pytest.FixtureRequest, folder: Path) -> AsyncIterator[SandboxProvider]:
     """The provider of this round, checked; closed at the end."""
     async with contextlib.AsyncExitStack() as stack:
-        config = DesktopConfig(screen_wh_px=SIZE)
+        config = DesktopConfig(screen_wh_px=SIZE, boot_timeout_s=120)
         if request.param == "remote":
             config = await stack.enter_async_context(remote_machines(folder))
         elif request.param == "docker":

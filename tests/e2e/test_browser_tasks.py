@@ -31,7 +31,9 @@ TIMEOUT_S = 240.0
 
 @pytest.fixture
 async def desktop(tmp_path: Path) -> AsyncIterator[Desktop]:
-    config = DesktopConfig(screen_wh_px=(800, 600), first_uid=63500, memory_mb=2048, num_processes=512)
+    config = DesktopConfig(
+        screen_wh_px=(800, 600), first_uid=63500, memory_mb=2048, num_processes=512, boot_timeout_s=120
+    )
     provider = LocalProvider(config, tmp_path, "browser")
     desktop = await provider.boot(0)
     await desktop.put_file("/home/user/first.html", PAGE.encode())

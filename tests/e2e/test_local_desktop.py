@@ -44,7 +44,9 @@ needs_root = pytest.mark.skipif(os.getuid() != 0, reason="a host user per slot n
 
 
 def config(**changes: object) -> DesktopConfig:
-    return DesktopConfig(**{"screen_wh_px": (640, 384), "first_uid": FIRST_UID, **changes})
+    return DesktopConfig(
+        **{"screen_wh_px": (640, 384), "first_uid": FIRST_UID, "boot_timeout_s": 120, **changes}
+    )
 
 
 @pytest.fixture
@@ -78,11 +80,21 @@ async def code(desktop: Desktop, text: str, language: str = "bash", timeout_s: f
     )
 
 
-async def window(desktop: Desktop, title: str, timeout_s: float = 20.0) -> None:
+async def window(desktop: Desktop, title: str, timeout_s: float = 60.0) -> None:
     deadline = time.monotonic() + timeout_s
     while title not in (listed := (await desktop.run(["wmctrl", "-lG"])).stdout):
         assert time.monotonic() < deadline, f"no window {title!r} in {listed!r}"
         await asyncio.sleep(0.05)
+
+
+async def saved(desktop: Desktop, path: str, wanted: str, timeout_s: float = 20.0) -> str:
+    """What the file holds once it holds `wanted`, or after a while."""
+    deadline, text = time.monotonic() + timeout_s, ""
+    while text != wanted and time.monotonic() < deadline:
+        await asyncio.sleep(0.1)
+        with contextlib.suppress(FileNotFoundError):
+            text = (await desktop.get_file(path)).decode()
+    return text
 
 
 def at(x: int, y: int) -> Point:
@@ -135,8 +147,7 @@ async def test_text_in_any_script_typed_into_an_editor_is_in_the_saved_file(
     capture = await do(desktop, GuiAction(kind="type", text=TEXT))
     assert picture(capture).size == size
     await do(desktop, GuiAction(kind="key", keys=("ctrl", "s")))
-    await asyncio.sleep(0.3)
-    assert (await desktop.get_file("note.txt")).decode() == TEXT
+    assert await saved(desktop, "note.txt", TEXT) == TEXT
 
 
 async def test_a_click_and_text_in_one_step_arrive_in_order_in_a_tk_form(
@@ -166,16 +177,19 @@ async def test_a_click_and_text_in_one_step_arrive_in_order_in_a_tk_form(
         GuiAction(kind="type", text="öne"),
         GuiAction(kind="left_click", point=at(320, 355)),
     )
-    assert (await desktop.get_file("out.txt")).decode() == "öne|two"
+    assert await saved(desktop, "out.txt", "öne|two") == "öne|two"
 
 
 async def test_maximise_gives_the_whole_screen_to_a_normal_window(make: Callable[..., LocalProvider]) -> None:
     desktop = await make(maximise=True).boot(0)
     await desktop.launch(["xterm", "-T", "Wide"])
     await window(desktop, "Wide")
-    await asyncio.sleep(0.3)
-    line = (await desktop.run(["wmctrl", "-lG"])).stdout.split()
-    assert int(line[4]) > 620 and int(line[5]) > 340
+    deadline, size_wh_px = time.monotonic() + 20.0, (0, 0)
+    while not (size_wh_px[0] > 620 and size_wh_px[1] > 340):
+        assert time.monotonic() < deadline, f"the window is {size_wh_px}"
+        await asyncio.sleep(0.1)
+        line = (await desktop.run(["wmctrl", "-lG"])).stdout.split()
+        size_wh_px = int(line[4]), int(line[5])
 
 
 async def test_the_screenshot_shows_the_pointer(desktop: Desktop) -> None:

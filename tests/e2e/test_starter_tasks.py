@@ -33,7 +33,7 @@ from slime_cua.sft.teacher import ScriptedTeacher
 pytestmark = pytest.mark.desktop
 
 TASKS = Path(__file__).parents[2] / "tasks" / "starter"
-CONFIG = DesktopConfig(screen_wh_px=(640, 384), maximise=True, first_uid=61000)
+CONFIG = DesktopConfig(screen_wh_px=(640, 384), maximise=True, first_uid=61000, boot_timeout_s=120)
 FAMILIES = sorted(path.stem for path in (TASKS / "train").glob("*.jsonl"))
 
 
