@@ -143,7 +143,8 @@ def displays():
 
 async def test_displays_that_are_taken_do_not_matter_to_desktops(tmp_path, displays):
     assert len(set(displays)) == 2
-    provider = LocalProvider(DesktopConfig(screen_wh_px=(320, 200)), tmp_path, "display-test")
+    config = DesktopConfig(screen_wh_px=(320, 200), boot_timeout_s=120)
+    provider = LocalProvider(config, tmp_path, "display-test")
     await provider.check()
     try:
         desktop = await provider.boot(0)
