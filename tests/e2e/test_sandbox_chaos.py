@@ -30,7 +30,7 @@ from slime_cua.config.sandbox import SandboxConfig
 from slime_cua.core.errors import PreflightError
 from tests.e2e.chaos_parts import BreakingProxy, Ledger, episode
 
-NUM_EVENTS = int(os.environ.get("SLIME_CUA_CHAOS_EVENTS", "200"))
+NUM_EVENTS = int(os.environ.get("SLIME_CUA_CHAOS_EVENTS", "80"))
 SEED = int(os.environ.get("SLIME_CUA_CHAOS_SEED", "7"))
 NUM_WORKERS = 3
 TTL_S = 4.0
