@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from sandbox_cluster.api import EvaluateRequest, ExecuteRequest, StepRequest
+from sandbox_cluster.guest.server import create_app
 from sandbox_cluster.judge.evaluate import evaluate
 from sandbox_cluster.judge.jail import Jail
 from sandbox_cluster.providers.desktop import Desktop
@@ -34,6 +35,7 @@ pytestmark = pytest.mark.desktop
 
 TASKS = Path(__file__).parents[2] / "tasks" / "starter"
 CONFIG = DesktopConfig(screen_wh_px=(640, 384), maximise=True, first_uid=61000, boot_timeout_s=120)
+LIMIT_S = 120.0
 FAMILIES = sorted(path.stem for path in (TASKS / "train").glob("*.jsonl"))
 
 
@@ -41,13 +43,13 @@ class Room:
     """Desktops one after the other, and what judges them."""
 
     def __init__(self, provider: LocalProvider) -> None:
-        self.provider, self.setup, self.jail = provider, Setup(_no_server), Jail()
+        self.provider, self.setup, self.jail = provider, Setup(create_app), Jail()
 
     async def attempt(self, task: Task, actions: tuple[Action, ...]) -> tuple[float | None, float | None]:
         """The scores before the first and after the last action, in a fresh desktop."""
         desktop = await self.provider.boot(0)
         try:
-            await self.setup.run(desktop, [inline_files(step) for step in task.config], 30.0)
+            await self.setup.run(desktop, [inline_files(step) for step in task.config], LIMIT_S)
             before = await self.score(desktop, task, None)
             last = None
             for number, action in enumerate(actions):
@@ -64,7 +66,7 @@ class Room:
 
     async def score(self, desktop: Desktop, task: Task, last: str | None) -> float | None:
         request = EvaluateRequest(task_id=task.id, evaluator=task.evaluator, last_action=last)
-        reply = await evaluate(desktop, request, self.jail, self.setup, 30.0)
+        reply = await evaluate(desktop, request, self.jail, self.setup, LIMIT_S)
         assert reply.invalid_reason is None, reply
         return reply.score
 
@@ -86,10 +88,6 @@ async def a_room(config: DesktopConfig, folder: Path) -> AsyncIterator[Room]:
 async def room(tmp_path: Path) -> AsyncIterator[Room]:
     async with a_room(CONFIG, tmp_path) as made:
         yield made
-
-
-def _no_server(desktop: Desktop) -> None:
-    raise AssertionError("starter tasks need no window steps")
 
 
 def chosen(family: str) -> list[Task]:
@@ -129,7 +127,7 @@ async def test_a_program_on_the_desktop_finds_no_spec_and_cannot_sign_a_state(ro
     look = "cat ~/.starter/spec.json; ls -a ~/.starter; cat /proc/*/cmdline /proc/*/environ 2>/dev/null | tr '\\0' ' '"
     desktop = await room.provider.boot(0)
     try:
-        await room.setup.run(desktop, [inline_files(step) for step in task.config], 30.0)
+        await room.setup.run(desktop, [inline_files(step) for step in task.config], LIMIT_S)
         seen = await desktop.execute(
             ExecuteRequest(action_id="look", action=CodeAction(language="bash", code=look))
         )
@@ -154,7 +152,7 @@ async def test_set_up_ends_with_the_board_on_the_screen(room: Room):
     desktop = await room.provider.boot(0)
     try:
         empty = await desktop.screenshot()
-        await room.setup.run(desktop, [inline_files(step) for step in task.config], 30.0)
+        await room.setup.run(desktop, [inline_files(step) for step in task.config], LIMIT_S)
         first = await desktop.screenshot()
         await asyncio.sleep(0.5)
         later = await desktop.screenshot()
