@@ -22,6 +22,7 @@ one, and at most (L + 1) * B groups are protected at once, so `drop` starves no 
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
@@ -266,7 +267,8 @@ class Scheduler:
 
     @classmethod
     def from_state_dict(cls, state: dict[str, Any], options: SchedulerConfig | None = None) -> Scheduler:
-        """The scheduler that `state` was taken from; options are the config's, not the state's."""
+        """The scheduler that `state` was taken from; options are the config's, not the state's. `state` stays its owner's."""
+        state = copy.deepcopy(state)
         groups = {group["group_id"]: GroupState(**group) for group in state["groups"]}
         round_at_s = state.get("round_at_s")
         own = {"groups": groups, "round_at_s": math.inf if round_at_s is None else round_at_s}

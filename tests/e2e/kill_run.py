@@ -172,15 +172,11 @@ def check_sampler(state: RunState, groups: list[EpisodeGroup], config: RunConfig
 
 
 def books(state: dict[str, Any]) -> dict[str, Any]:
-    """A scheduler's state without what running groups have sampled, which no store knows, and without durations.
-
-    Durations are wall-clock measurements that only order what waits; under heavy load they were seen to differ by a few
-    per cent after a resume, from a cause not found.
-    """
+    """A scheduler's state without what running groups have sampled, which no store knows."""
     groups = [
         group if group["is_finished"] else {**group, "oldest_version": None} for group in state["groups"]
     ]
-    return json.loads(json.dumps({**state, "groups": groups, "durations_s": sorted(state["durations_s"])}))
+    return json.loads(json.dumps({**state, "groups": groups}))
 
 
 def check_weights(

@@ -281,3 +281,16 @@ def test_a_task_that_is_always_slowest_is_trained_under_every_option(seed, per_s
             trained.update(s.groups[group_id].task_id for group_id in batch)
             s.trained(batch)
     assert trained["slow"] >= 2
+
+
+def test_a_scheduler_that_goes_on_leaves_the_state_it_came_from_as_it_was():
+    first = Scheduler(1, 1)
+    first.enqueue(["a", "b"])
+    first.record_duration("a", 10.0)
+    state = first.state_dict()
+    before = json.dumps(state)
+    second = Scheduler.from_state_dict(state)
+    second.record_duration("a", 90.0)
+    second.record_duration("b", 1.0)
+    second.dequeue()
+    assert json.dumps(state) == before
