@@ -17,6 +17,8 @@ from slime_cua.config.trainer import OptimizerConfig, TrainerConfig
 class TaskConfig(ConfigModel):
     train: tuple[str, ...] = ()
     """Folders or files of task JSON."""
+    demonstrations: tuple[str, ...] = ()
+    """What the cold start's teacher shows; empty: the tasks of `train`. Tasks of their own leave RL tasks that no policy knows by heart."""
     heldout: tuple[str, ...] = ()
 
 

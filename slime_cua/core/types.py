@@ -48,7 +48,7 @@ class Task(_Frozen):
     evaluator: dict[str, Any] = Field(default_factory=dict)
     family: str = ""
     """Task family or related app; results are averaged by it."""
-    split: Literal["train", "heldout", ""] = ""
+    split: Literal["train", "demonstrations", "heldout", ""] = ""
     is_infeasible: bool = False
     related_apps: tuple[str, ...] = ()
     metadata: dict[str, Any] = Field(default_factory=dict)

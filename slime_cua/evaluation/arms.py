@@ -73,7 +73,7 @@ def evaluate_arm(session: Session, name: str, model: Path, fleet: Any = None) ->
 def heldout(session: Session) -> list[Task]:
     """The held-out episodes to play: tasks by family in turn, each num_attempts times."""
     config = session.config.evaluation
-    return evenly(session.heldout_tasks, config.num_tasks) * config.num_attempts
+    return evenly(session.tasks.heldout, config.num_tasks) * config.num_attempts
 
 
 def attempts_of(episodes: Sequence[Episode], tasks: Sequence[Task]) -> list[Attempt]:

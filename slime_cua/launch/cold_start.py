@@ -50,7 +50,7 @@ def _demonstrations(session: Session) -> list[Episode]:
         return [last[key] for key in sorted(last)]
     num_episodes = session.config.sft.num_episodes
     session.console.say(f"collecting {num_episodes} demonstrations")
-    tasks = evenly(session.step_tasks())
+    tasks = evenly(session.tasks.demonstrations)
     episodes: list[Episode] = session.play(
         "demonstrate", DEMONSTRATIONS, tasks, num_episodes, what="demonstrations"
     )

@@ -156,7 +156,7 @@ class Loop:
 
     def _start_rollout(self) -> None:
         """Admission begins or goes on: what it admits is in the state before any of it starts."""
-        tasks = self._session.step_tasks()
+        tasks = self._session.tasks.train
         self._write(rollout=self._session.rollout("start_training", tasks, self.state.rollout))
         self._session.rollout("release")
 

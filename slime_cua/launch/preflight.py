@@ -7,6 +7,7 @@ import shutil
 import struct
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 
@@ -25,23 +26,36 @@ BYTES_PER_PARAMETER = 52
 """Three checkpoints (weights, master weights, two moments: 12 to 16 bytes each) and an export or two."""
 
 
-def check_inputs(config: RunConfig) -> tuple[list[Task], list[Task]]:
-    """Training and held-out tasks of a run whose model and tasks are there. Raises ConfigError or TaskError.
+@dataclass(frozen=True)
+class RunTasks:
+    """The tasks of a run."""
+
+    train: list[Task]
+    demonstrations: list[Task]
+    """Those of `train` where the config names no others."""
+    heldout: list[Task]
+
+
+def check_inputs(config: RunConfig) -> RunTasks:
+    """The tasks of a run whose model and tasks are there. Raises ConfigError or TaskError.
 
     Looks at files only: nothing is started, written or imported that takes long.
     """
     check_model(config)
-    train = load_tasks(config.tasks.train) if config.tasks.train else []
-    heldout = load_tasks(config.tasks.heldout) if config.tasks.heldout else []
-    if (config.sft.num_episodes or config.num_steps) and not train:
+    train, shown, heldout = (
+        load_tasks(paths) if paths else []
+        for paths in (config.tasks.train, config.tasks.demonstrations, config.tasks.heldout)
+    )
+    if not train and (config.num_steps or (config.sft.num_episodes and not shown)):
         raise ConfigError("tasks.train names no task: give folders or files of task JSON")
-    both = {task.id for task in train} & {task.id for task in heldout}
-    if both:
-        raise ConfigError(
-            f"{len(both)} task(s) are in tasks.train and in tasks.heldout, for example {min(both)}: "
-            "held-out scores would mean nothing"
-        )
-    return train, heldout
+    for name, tasks in (("train", train), ("demonstrations", shown)):
+        both = {task.id for task in tasks} & {task.id for task in heldout}
+        if both:
+            raise ConfigError(
+                f"{len(both)} task(s) are in tasks.{name} and in tasks.heldout, for example {min(both)}: "
+                "held-out scores would mean nothing"
+            )
+    return RunTasks(train, shown or train, heldout)
 
 
 def check_model(config: RunConfig) -> None:

@@ -73,7 +73,7 @@ class Session:
     def _start(self) -> None:
         config = self.config
         self.model = Path(config.model)
-        self.train_tasks, self.heldout_tasks = check_inputs(config)
+        self.tasks = check_inputs(config)
         self.run = self._stack.enter_context(RunDir(config))
         self._stack.enter_context(explained(self.run.logs))
         self._stack.enter_context(self.console.record(self.run.logs / "driver.log"))
@@ -323,11 +323,6 @@ class Session:
         if config.minutes == 0 or done["seconds"] <= 60 * config.minutes:
             self.console.say(f"RL goes on from step {done['num_steps']:.0f} to {config.num_steps}")
             self.run.reopen_phase("rl", f"step_{done['num_steps']:.0f}")
-
-    def step_tasks(self) -> list[Task]:
-        if not self.train_tasks:
-            raise ConfigError("tasks.train names no task: give folders or files of task JSON")
-        return self.train_tasks
 
     def _resume_steps(self) -> dict[Axis, int]:
         """The last step of each axis that is done for good; what was logged beyond is done again."""

@@ -35,6 +35,7 @@ from slime_cua.data.episodes import EpisodeStore
 from slime_cua.data.images import ImageStore
 from slime_cua.launch.console import Console
 from slime_cua.launch.faults import FaultLog
+from slime_cua.launch.preflight import RunTasks
 from slime_cua.launch.rollout_actor import RolloutActor
 from slime_cua.launch.run_dir import RunDir
 from slime_cua.launch.run_state import RunState
@@ -278,7 +279,7 @@ class OneProcessSession(Session):
         self._later_losses = losses
 
     def _start(self) -> None:
-        self.train_tasks, self.heldout_tasks = list(TASKS), []
+        self.tasks = RunTasks(list(TASKS), list(TASKS), [])
         self.run = self._stack.enter_context(RunDir(self.config))
         self.console = Console()
         self._stack.enter_context(self.console.record(self.run.logs / "driver.log"))

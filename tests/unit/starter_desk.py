@@ -90,8 +90,8 @@ class Desk:
             for char in action.text or "":
                 self.board.key(char, char)
         elif action.kind == "key":
-            assert action.keys == ("enter",)
-            self.board.key("Return", "\r")
+            (key,) = action.keys
+            self.board.key(*(("Return", "\r") if key == "enter" else (key, key)))
 
     def _editor_gui(self, action: GuiAction) -> None:
         assert self.editor_path is not None

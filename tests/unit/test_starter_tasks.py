@@ -19,6 +19,7 @@ from slime_cua.synthesis.starter.generate import FAMILIES, SCREEN_FAMILIES, SPLI
 from slime_cua.synthesis.starter.vocabulary import (
     CODE_PIECES,
     GRID_STEP,
+    HINTS,
     KEYS,
     MIN_SIDE_PX,
     SCREEN_WH_PX,
@@ -131,9 +132,10 @@ def test_infeasible_tasks_are_few_and_their_feasible_twins_as_many():
 
 
 def test_no_held_out_instance_looks_like_one_for_training():
-    train = {looks_like(task) for task in shipped("train")}
+    train, shown = ({looks_like(task) for task in shipped(split)} for split in ("train", "demonstrations"))
     heldout = [looks_like(task) for task in shipped("heldout")]
-    assert not train & set(heldout)
+    assert not train & set(heldout) and not shown & set(heldout)
+    assert not train & shown, "RL would draw what the teacher has shown"
     assert len(set(heldout)) == len(heldout)
 
 
@@ -153,7 +155,7 @@ def test_instructions_and_actions_use_the_closed_vocabulary_only():
                     if isinstance(action, GuiAction) and action.point:
                         assert action.point.x % GRID_STEP == 0 and action.point.y % GRID_STEP == 0
                     if isinstance(action, GuiAction):
-                        assert set(action.keys) <= set(KEYS)
+                        assert set(action.keys) <= {*KEYS, *HINTS}
                         assert action.text is None or action.text in tokens
 
 
@@ -183,14 +185,20 @@ def test_demonstrated_clicks_are_well_inside_what_they_hit():
                     )
 
 
+@pytest.mark.parametrize("way", [0, "hints"])
 @pytest.mark.parametrize("family", [name for name in SCREEN_FAMILIES if name != "missing"])
-def test_a_policy_that_does_not_look_fails(family: str, tmp_path: Path):
+def test_a_policy_that_does_not_look_fails(family: str, way: int | str, tmp_path: Path):
     """The best first action by instruction over the training instances, then the true rest: few held-out ones fall."""
+
+    def solution(task: Task) -> tuple[Action, ...]:
+        routes = routes_of(task)
+        return routes["hints"] if way in routes else next(iter(routes.values()))
+
     known: dict[str, Counter[Action]] = defaultdict(Counter)
     overall: Counter[Action] = Counter()
     shape = re.compile(r"file \w+")
     for task in shipped("train", family):
-        first = next(iter(routes_of(task).values()))[0]
+        first = solution(task)[0]
         known[shape.sub("file", task.instruction)][first] += 1
         overall[first] += 1
     hits = 0
@@ -201,7 +209,7 @@ def test_a_policy_that_does_not_look_fails(family: str, tmp_path: Path):
             name = task.instruction.removesuffix(".").split()[-1]
             guess = guess.model_copy(update={"code": re.sub(r"~/\w+", f"~/{name}", guess.code)})
         desk = Desk(task, tmp_path / str(number))
-        for action in (guess, *next(iter(routes_of(task).values()))[1:]):
+        for action in (guess, *solution(task)[1:]):
             desk.act(action)
         hits += desk.score() == 1.0
     assert hits <= 0.3 * len(tasks), f"{hits} of {len(tasks)} solved without looking"
@@ -229,6 +237,32 @@ def test_pressing_everything_does_not_pass(tmp_path: Path):
     for thing in things_of(task):
         desk.board.click(thing["box"][0] + 30, thing["box"][1] + 30)
     assert desk.score() == 0.0
+
+
+def test_a_hint_reaches_only_what_is_on_top_and_types_in_a_chosen_field(tmp_path: Path):
+    covered = next(t for t in shipped("train", "dialog") if t.instruction.startswith("close"))
+    desk = Desk(covered, tmp_path / "covered")
+    assert desk.board is not None
+    for thing in (spec_of(covered) or {})["things"]:
+        desk.board.key(thing["hint"], thing["hint"])
+    assert desk.board.events == []
+    form = shipped("train", "entry")[0]
+    desk = Desk(form, tmp_path / "form")
+    assert desk.board is not None
+    field, *_, done = things_of(form)
+    desk.board.key(field["hint"], field["hint"])
+    desk.board.key(done["hint"], done["hint"])
+    assert desk.board.texts[field["id"]] == done["hint"] and not desk.board.is_locked
+
+
+def test_hints_differ_on_a_board_and_tell_nothing_about_the_answer():
+    firsts = Counter[str]()
+    for task in shipped("train"):
+        hints = [thing["hint"] for thing in things_of(task) if "hint" in thing]
+        assert len(set(hints)) == len(hints)
+        if task.family in ("press", "place"):
+            firsts[routes_of(task)["hints"][0].keys[0] if "hints" in task.metadata["routes"] else ""] += 1
+    assert max(firsts.values()) <= 0.2 * firsts.total() and set(firsts) == set(HINTS)
 
 
 def test_a_board_scales_to_the_screen_and_the_same_grid_position_hits(tmp_path: Path):

@@ -13,7 +13,7 @@ from typing import Any
 
 from slime_cua.core.actions import Action, GuiAction, TerminateAction
 from slime_cua.core.coordinates import GRID, Point
-from slime_cua.synthesis.starter.vocabulary import BACKGROUNDS, GRID_STEP, SCREEN_WH_PX, TOP_PX
+from slime_cua.synthesis.starter.vocabulary import BACKGROUNDS, GRID_STEP, HINTS, SCREEN_WH_PX, TOP_PX
 
 Box = tuple[int, int, int, int]
 
@@ -45,7 +45,7 @@ class Draft:
     config: tuple[dict[str, Any], ...]
     evaluator: dict[str, Any]
     routes: dict[str, tuple[Action, ...]]
-    """Name of a way (gui, keys, bash, python) -> all actions of a solution."""
+    """Name of a way (gui, hints, keys, bash, python) -> all actions of a solution."""
     wrong: tuple[Action, ...]
     """A plausible attempt that scores 0."""
     is_infeasible: bool = False
@@ -63,8 +63,10 @@ class Thing:
     shape: str = "square"
     text: str = ""
 
-    def spec(self) -> dict[str, Any]:
+    def spec(self, hint: str = "") -> dict[str, Any]:
         made: dict[str, Any] = {"id": self.id, "kind": self.kind, "fill": self.fill, "box": list(self.box)}
+        if hint:
+            made["hint"] = hint
         if self.shape != "square":
             made["shape"] = self.shape
         if self.text:
@@ -98,6 +100,20 @@ class Scene:
     def __post_init__(self) -> None:
         self.secret = f"{self.rng.getrandbits(96):024x}"
         self.fill = self.rng.choice(BACKGROUNDS)
+        letters = Random(f"hints {self.secret}").sample(HINTS, len(HINTS))
+        self._letters, self._hints = iter(letters), dict[str, str]()
+
+    def hint(self, thing: Thing) -> str:
+        """The letter that `thing` carries on this board; none on what a click does nothing to."""
+        if thing.kind == "look":
+            return ""
+        if thing.id not in self._hints:
+            self._hints[thing.id] = next(self._letters)
+        return self._hints[thing.id]
+
+    def press_hints(self, *things: Thing) -> tuple[Action, ...]:
+        """The keys that do what clicks on `things` in turn do."""
+        return tuple(press_keys(self.hint(thing)) for thing in things)
 
     def key(self) -> tuple[Any, ...]:
         every = [*self.things, *(thing for window in self.windows for thing in window.things)]
@@ -110,12 +126,17 @@ class Scene:
             "state": STATE,
             "key": self.secret,
             "fill": self.fill,
-            "things": [thing.spec() for thing in self.things],
+            "things": [thing.spec(self.hint(thing)) for thing in self.things],
             **self.extra,
         }
         if self.windows:
             spec["windows"] = [
-                {"id": w.id, "fill": w.fill, "box": list(w.box), "things": [t.spec() for t in w.things]}
+                {
+                    "id": w.id,
+                    "fill": w.fill,
+                    "box": list(w.box),
+                    "things": [t.spec(self.hint(t)) for t in w.things],
+                }
                 for w in self.windows
             ]
         program, spec_path = f"{HIDDEN}/board.py", f"{HIDDEN}/spec.json"

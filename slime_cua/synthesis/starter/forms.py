@@ -46,7 +46,11 @@ def entry(rng: Random) -> Draft:
         (instruction, *scene.key()),
         scene.config(),
         judges.state_judge(scene.secret, judges.handed_in([], texts)),
-        {"gui": (*start, click(ok.box), SUCCESS), "keys": (*start, press_keys("enter"), SUCCESS)},
+        {
+            "gui": (*start, click(ok.box), SUCCESS),
+            "keys": (*start, press_keys("enter"), SUCCESS),
+            "hints": (*scene.press_hints(fields[0]), type_text(word), press_keys("enter"), SUCCESS),
+        },
         (click(fields[-1].box), type_text(other_word), click(ok.box), SUCCESS),
     )
 
@@ -100,6 +104,10 @@ def theme(rng: Random) -> Draft:
         (wanted, now, *scene.key()),
         scene.config({f"{HOME}/theme": now + "\n"}),
         judges.text_judge("theme", wanted),
-        {"gui": (click(swatch[wanted].box), SUCCESS), "bash": (bash_write(wanted, "theme"), SUCCESS)},
+        {
+            "gui": (click(swatch[wanted].box), SUCCESS),
+            "hints": (*scene.press_hints(swatch[wanted]), SUCCESS),
+            "bash": (bash_write(wanted, "theme"), SUCCESS),
+        },
         (click(swatch[other].box), SUCCESS),
     )

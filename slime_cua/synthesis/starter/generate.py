@@ -1,7 +1,7 @@
-"""Generate starter tasks: `python -m slime_cua.synthesis.starter.generate --out tasks/starter --train 64 --heldout 20`.
+"""Generate starter tasks: `python -m slime_cua.synthesis.starter.generate --out tasks/starter --train 64`.
 
 An instance is a function of family, split and seed. To which split a draft may go is decided by a hash of its key (what
-makes two instances near-duplicates), so no seed and no number of instances brings one idea into both splits.
+makes two instances near-duplicates), so no seed and no number of instances brings one idea into two splits.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from slime_cua.core.types import Task
 from slime_cua.synthesis.starter import forms, programs, screens
 from slime_cua.synthesis.starter.draft import APPS, Crowded, Draft
 
-Split = Literal["train", "heldout"]
-SPLITS: tuple[Split, ...] = ("train", "heldout")
+Split = Literal["train", "demonstrations", "heldout"]
+SPLITS: tuple[Split, ...] = ("train", "demonstrations", "heldout")
 
 FAMILIES: dict[str, Callable[[Random], Draft]] = {
     "press": screens.press,
@@ -40,14 +40,16 @@ SCREEN_FAMILIES = ("press", "missing", "place", "boxes", "dialog", "hybrid", "en
 """Families that cannot be solved without looking."""
 
 APPS_FOLDER = Path(__file__).parent / "apps"
-_HELDOUT_SHARE = 4
-"""One key in so many belongs to the held-out split."""
+_PARTS: tuple[Split, ...] = ("heldout", "demonstrations", "train", "train")
+"""Splits by shares of the keys."""
+_MARKS: dict[Split, str] = {"train": "", "demonstrations": "d", "heldout": "h"}
+"""In the ids of a split's tasks."""
 _MAX_DRAWS = 2000
 
 
 def split_of(key: tuple[Any, ...]) -> Split:
     """The only split that instances with this key may go to."""
-    return "heldout" if hashlib.sha256(repr(key).encode()).digest()[0] % _HELDOUT_SHARE == 0 else "train"
+    return _PARTS[hashlib.sha256(repr(key).encode()).digest()[0] % len(_PARTS)]
 
 
 def draw(family: str, split: Split, seed: int) -> Draft:
@@ -119,9 +121,8 @@ def write_tasks(out: Path, counts: dict[Split, int], families: tuple[str, ...] =
 
 def _task(draft: Draft, family: str, split: Split, seed: int, apps: str) -> Task:
     config = json.loads(json.dumps(draft.config).replace(f'"{APPS}/', f'"{apps}/'))
-    mark = "h" if split == "heldout" else ""
     return Task(
-        id=f"starter/{family}-{mark}{seed:04d}",
+        id=f"starter/{family}-{_MARKS[split]}{seed:04d}",
         instruction=draft.instruction,
         config=tuple(config),
         evaluator=draft.evaluator,
@@ -146,9 +147,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Generate the starter tasks.")
     parser.add_argument("--out", type=Path, default=Path("tasks/starter"))
     parser.add_argument("--train", type=int, default=64, help="instances a family")
+    parser.add_argument("--demonstrations", type=int, default=24, help="instances a family")
     parser.add_argument("--heldout", type=int, default=20, help="instances a family")
     args = parser.parse_args()
-    total = write_tasks(args.out, {"train": args.train, "heldout": args.heldout})
+    total = write_tasks(args.out, {split: getattr(args, split) for split in SPLITS})
     print(f"{total} tasks of {len(FAMILIES)} families in {args.out}")
 
 

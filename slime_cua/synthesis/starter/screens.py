@@ -97,9 +97,9 @@ def boxes(rng: Random) -> Draft:
     )
     wrong = (click(ticks[-1].box), click(done.box), SUCCESS)
     evaluator = judges.state_judge(scene.secret, judges.handed_in(wanted, {}))
-    return Draft(
-        instruction, (instruction, *scene.key()), scene.config(), evaluator, {"gui": solution}, wrong
-    )
+    hints = (*scene.press_hints(*ticks[: len(wanted)], done), SUCCESS)
+    routes = {"gui": solution, "hints": hints}
+    return Draft(instruction, (instruction, *scene.key()), scene.config(), evaluator, routes, wrong)
 
 
 def dialog(rng: Random) -> Draft:
@@ -179,11 +179,12 @@ def _inside(box: Box) -> Box:
 def _two_step(
     scene: Scene, instruction: str, clicks: list[Thing], rule: str, wrong: tuple[Action, ...]
 ) -> Draft:
-    solution: tuple[Action, ...] = (*(click(thing.box) for thing in clicks), SUCCESS)
+    """Clicks in turn solve it; where all of them are on things that show a hint, so do the keys."""
+    routes: dict[str, tuple[Action, ...]] = {"gui": (*(click(thing.box) for thing in clicks), SUCCESS)}
+    if all(thing.kind for thing in clicks):
+        routes["hints"] = (*scene.press_hints(*clicks), SUCCESS)
     evaluator = judges.state_judge(scene.secret, rule)
-    return Draft(
-        instruction, (instruction, *scene.key()), scene.config(), evaluator, {"gui": solution}, wrong
-    )
+    return Draft(instruction, (instruction, *scene.key()), scene.config(), evaluator, routes, wrong)
 
 
 def _asked_scene(rng: Random, asked: str, count: int) -> tuple[Scene, Thing, str]:
@@ -220,6 +221,6 @@ def _press_draft(scene: Scene, instruction: str, target: Thing, miss: Action | N
         (instruction, *scene.key()),
         scene.config(),
         judges.state_judge(scene.secret, judges.pressed([target.id])),
-        {"gui": (click(target.box), SUCCESS)},
+        {"gui": (click(target.box), SUCCESS), "hints": (*scene.press_hints(target), SUCCESS)},
         wrong,
     )

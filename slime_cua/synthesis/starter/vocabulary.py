@@ -60,6 +60,9 @@ PUNCTUATION: tuple[str, ...] = (".", ",")
 
 KEYS: tuple[str, ...] = ("ctrl", "s", "a", "enter")
 
+HINTS: tuple[str, ...] = tuple("bcdfghjklmnprtvwxz")
+"""Letters of the hints: each thing of a board carries one, and the key of that letter does what a click on it does."""
+
 CODE_PIECES: tuple[str, ...] = (
     "echo ", " > ~/", "mv ~/", "rm ~/", "cp ~/", " ~/", "ls ~/", " | wc -l > ~/",
     "from pathlib import Path; (Path.home() / '", "').write_text('", "').rename(Path.home() / '",

@@ -21,6 +21,7 @@ REMAP_S = 2.0
 POLL_MS = 150
 INK = "#202020"
 FONT_PX = 22
+HINT_PX = 12
 
 
 class Model:
@@ -94,8 +95,15 @@ class Model:
         self.record("done", sorted(self.ticked), self.texts)
 
     def key(self, name, char):
-        """A key went down: X name and the character that it types, if any."""
+        """A key went down: X name and the character that it types, if any.
+
+        It types where a field was chosen; else it is a hint and acts like a click on what carries its letter, on top.
+        """
         if self.field is None:
+            part = self.parts[-1]
+            for thing in part["things"]:
+                if char and thing.get("hint") == char:
+                    return self.use(part, thing)
             return
         if name in ("Return", "KP_Enter"):
             self.hand_in()
@@ -239,7 +247,9 @@ def scaled(spec, width, height):
                 x, y, w, h = boxed["box"]
                 left, top = round(x * across), round(y * down)
                 boxed["box"] = [left, top, round((x + w) * across) - left, round((y + h) * down) - top]
-    return {**spec, "screen": [width, height], "font_px": round(FONT_PX * min(across, down))}
+    scale = min(across, down)
+    sizes = {"font_px": round(FONT_PX * scale), "hint_px": round(HINT_PX * scale)}
+    return {**spec, "screen": [width, height], **sizes}
 
 
 def is_in(box, x, y):
@@ -279,6 +289,10 @@ def draw_thing(canvas, thing, x, y, w, h, model):
         canvas.create_text(x + 16, y + h / 2, text=text, anchor="w", font=font, fill=INK)
     elif thing.get("text"):
         canvas.create_text(x + w / 2, y + h / 2, text=thing["text"], font=font, fill="#ffffff")
+    if thing.get("hint"):
+        side, small = model.spec["hint_px"] * 1.3, ("DejaVu Sans", -model.spec["hint_px"])
+        canvas.create_rectangle(x, y, x + side, y + side, fill="#ffffff", outline="")
+        canvas.create_text(x + side / 2, y + side / 2, text=thing["hint"], font=small, fill=INK)
 
 
 def read(path):
