@@ -49,7 +49,7 @@ COMPARISONS = (
 CONTROL_MARGIN = 1.1
 """The control goes on with SFT for this times the minutes that RL is given: never less than RL's time with its last step."""
 POLL_S = 1.0
-NEEDS_NO_SCREEN = ("files", "editor")
+NEEDS_NO_SCREEN = ("files", "editor", "theme")
 """Families that a policy can solve by code from the instruction alone."""
 
 
