@@ -25,6 +25,8 @@ from slime_cua.core.types import ImageRef
 from slime_cua.data.expand import ImageProcessorConfig, expand_image_placeholders
 
 _MIN_BACKOFF_S, _MAX_BACKOFF_S = 0.05, 2.0
+_ABORTED_UNSTARTED = 499
+"""SGLang's status for a request that a pause aborted before the scheduler had it: while it waited or its images were read."""
 
 
 @dataclass(frozen=True)
@@ -134,10 +136,11 @@ class EngineClient:
                         prompt_ids, encoded, sampling, draft, budget - len(draft.ids), session, seed
                     )
                     meta = await self._ask(body, session)
-                    _check_prompt(meta, num_expected + len(draft.ids), num_image_tokens)
+                    if not _is_unstarted(meta):
+                        _check_prompt(meta, num_expected + len(draft.ids), num_image_tokens)
                     if draft.num_pieces == 0:
                         draft.cached_tokens = int(meta.get("cached_tokens", 0))
-                    if self._routing_shape is not None:
+                    if self._routing_shape is not None and not _is_unstarted(meta):
                         draft.routed.append(_routed_experts(meta, self._routing_shape))
                     reason = _take(draft, meta, budget)
                     if reason != "abort":
@@ -219,6 +222,8 @@ class EngineClient:
             response = await self._http.post(f"{url}/generate", json=body)
         except httpx.HTTPError as error:
             raise EngineFailure(f"{url}: {type(error).__name__} {error}") from error
+        if response.status_code == _ABORTED_UNSTARTED:
+            return {"finish_reason": {"type": "abort"}, "completion_tokens": 0, "weight_version": min_version}
         if 400 <= response.status_code < 500 and response.status_code not in (404, 408, 429):
             raise EngineError(f"{url} refuses the request: {response.text[:500]}")
         if response.status_code != 200:
@@ -258,6 +263,11 @@ def _routed_experts(meta: dict[str, Any], shape: tuple[int, int]) -> RoutedExper
             "experts a token: it runs another model"
         )
     return RoutedExperts.from_array(flat.reshape(num_tokens, *shape))
+
+
+def _is_unstarted(meta: dict[str, Any]) -> bool:
+    """Aborted before a token: nothing is known of the prompt then (SGLang's waiting queue gives no prompt_tokens)."""
+    return bool(meta["finish_reason"]["type"] == "abort" and not meta.get("completion_tokens"))
 
 
 def _check_prompt(meta: dict[str, Any], num_expected: int, num_image_tokens: int) -> None:

@@ -29,6 +29,8 @@ from slime_cua.trainer.shared_tensors import in_one_buffer, shared_payload
 
 RECEIVED = "received:"
 """Under this prefix the plugin in `rollout/engines/sglang_site` gives out what an SGLang engine received."""
+FLUSH_TIMEOUT_S = 10.0
+"""A server that overlaps its steps has one in flight when the last aborted request was answered, and refuses to flush at once."""
 PROBE_IDS = tuple(range(24, 64))
 """A prompt of our own: after an update its first request must find nothing in the prefix cache."""
 
@@ -90,14 +92,17 @@ class _Publisher:
             self._probe(turn)
             began_s = time.monotonic()
             turn.post_all("pause", "/pause_generation", {"mode": "abort"})
-            turn.post_all("flush", "/flush_cache")
+            turn.post_all("flush", f"/flush_cache?timeout={FLUSH_TIMEOUT_S:g}")
             with turn.phase("transfer"):
                 self._transfer(stream, turn)
                 for _ in stream:
                     pass
             self._check(turn, sent)
             turn.post_all(
-                "version", "/update_weight_version", {"new_version": str(version), "abort_all_requests": True}
+                "version",
+                "/update_weight_version",
+                # requests that came during the pause have no token yet: they wait for `continue`, and need not be sent again
+                {"new_version": str(version), "abort_all_requests": False},
             )
             turn.post_all("continue", "/continue_generation")
             turn.seconds["paused"] = time.monotonic() - began_s

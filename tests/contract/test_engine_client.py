@@ -15,6 +15,7 @@ import httpx
 import pytest
 import uvicorn
 from fastapi import FastAPI
+from fastapi.responses import JSONResponse
 
 from rollout.engines import EngineClient, EnginePolicy, EngineProcess, image_ref
 from rollout.engines.routing import rendezvous_order
@@ -151,12 +152,16 @@ async def test_a_cancelled_turn_leaves_nothing_running_on_the_engine(embedded_ur
         await wait_for(lambda: running(embedded_url) == 0)
 
 
+Script = Callable[..., Awaitable[str]]
+
+
 @pytest.fixture
-async def scripted(embedded_url: str) -> AsyncIterator[Callable[[dict[str, Any]], Awaitable[str]]]:
-    """Starts a policy server that always gives one answer; for answers that no right engine gives."""
+async def scripted(embedded_url: str) -> AsyncIterator[Script]:
+    """Starts a policy server that gives these answers in turn, the last for ever: changes to a right answer's meta_info,
+    a status alone, or a whole meta_info under "only"."""
     servers: list[tuple[uvicorn.Server, asyncio.Task[None]]] = []
 
-    async def start(meta: dict[str, Any]) -> str:
+    async def start(*answers: dict[str, Any] | int) -> str:
         app, port = FastAPI(), free_port()
         usual = {
             "finish_reason": {"type": "stop"},
@@ -166,7 +171,16 @@ async def scripted(embedded_url: str) -> AsyncIterator[Callable[[dict[str, Any]]
             "weight_version": "0",
             "output_token_logprobs": [[-1.0, 30, None]],
         }
-        app.post("/generate")(lambda: {"text": "", "output_ids": [30], "meta_info": {**usual, **meta}})
+        left = list(answers)
+
+        @app.post("/generate")
+        def generate() -> JSONResponse:
+            answer = left.pop(0) if len(left) > 1 else left[0]
+            if isinstance(answer, int):
+                return JSONResponse({"error": {"message": "Request was aborted"}}, answer)
+            meta = answer.get("only", {**usual, **answer})
+            return JSONResponse({"text": "", "output_ids": [30], "meta_info": meta})
+
         server = uvicorn.Server(uvicorn.Config(app, port=port, log_level="error"))
         servers.append((server, asyncio.create_task(server.serve())))
         await wait_for(lambda: server.started)
@@ -178,9 +192,19 @@ async def scripted(embedded_url: str) -> AsyncIterator[Callable[[dict[str, Any]]
         await task
 
 
-async def test_an_engine_that_missed_an_update_is_not_believed(
-    embedded_url: str, scripted: Callable[[dict[str, Any]], Awaitable[str]]
+async def test_a_request_that_a_pause_met_before_its_first_token_is_sent_again(
+    embedded_url: str, scripted: Script
 ) -> None:
+    """SGLang answers 499 while the request waits for `continue` or its images are read, and leaves prompt_tokens out when it
+    stood in the scheduler's queue. Neither is a refusal, and neither says anything of the prompt."""
+    queued = {"finish_reason": {"type": "abort"}, "weight_version": "0", "completion_tokens": 0}
+    url = await scripted(499, {"only": queued}, {"weight_version": "5"})
+    async with client_of(url, model_url=embedded_url, timeout_s=20) as client:
+        answer = await client.generate(text_ids(0, 6), [], SAMPLING)
+    assert answer.ids == (30,) and answer.versions == (5,) and answer.num_pieces == 1
+
+
+async def test_an_engine_that_missed_an_update_is_not_believed(embedded_url: str, scripted: Script) -> None:
     stale, current = await scripted({"weight_version": "3"}), await scripted({"weight_version": "4"})
     async with client_of(stale, current, model_url=embedded_url) as client:
         client.set_engines([stale, current], min_version=4)
@@ -195,7 +219,7 @@ async def test_an_engine_that_missed_an_update_is_not_believed(
 )  # fmt: skip
 async def test_an_answer_against_the_contract_is_an_error(
     embedded_url: str,
-    scripted: Callable[[dict[str, Any]], Awaitable[str]],
+    scripted: Script,
     meta: dict[str, Any],
     words: str,
 ) -> None:

@@ -24,6 +24,7 @@ class ScriptedEngine:
     def __init__(self, digest: str = "x", cached_tokens: int = 0, refuses: str = "") -> None:
         self.asked: list[str] = []
         self.bodies: list[dict[str, Any]] = []
+        self.queries: dict[str, str] = {}
         self.version = "0"
         self.digest, self.cached_tokens, self.refuses = digest, cached_tokens, refuses
         engine = self
@@ -31,7 +32,9 @@ class ScriptedEngine:
         class Handler(BaseHTTPRequestHandler):
             def do_POST(self) -> None:
                 body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-                status, answer = engine.answer(self.path, body)
+                path, _, query = self.path.partition("?")
+                engine.queries[path] = query
+                status, answer = engine.answer(path, body)
                 data = json.dumps(answer).encode()
                 self.send_response(status)
                 self.send_header("Content-Length", str(len(data)))
@@ -94,6 +97,17 @@ def test_engines_are_paused_flushed_updated_checked_and_named_before_they_go_on(
     ]
     assert engine.bodies[1] == {"mode": "abort"}
     assert engine.version == "5" and report.failures == {} and report.engines == (engine.url,)
+
+
+def test_requests_that_wait_out_the_pause_are_neither_aborted_nor_in_the_way_of_the_flush(
+    start: Callable[..., ScriptedEngine], tmp_path: Path
+) -> None:
+    """SGLang refuses to flush at once while a step is in flight, and aborts what waits if an update asks for it."""
+    engine = start()
+    DiskPublisher(tmp_path).publish(WEIGHTS.items(), 5, [engine.url])
+    assert float(engine.queries["/flush_cache"].removeprefix("timeout=")) > 0
+    updates = [b for p, b in zip(engine.asked, engine.bodies, strict=True) if p.startswith("/update_weight")]
+    assert len(updates) == 2 and not any(body.get("abort_all_requests") for body in updates)
 
 
 @pytest.mark.parametrize("path", ["/flush_cache", "/update_weights_from_disk", "/weights_checker"])
