@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import configparser
 import importlib.util
+import sys
 from collections.abc import Iterator
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -74,6 +75,42 @@ async def test_other_pauses_are_sglangs_own(plugin: Any) -> None:
 
     await plugin.pause_soon(original, SimpleNamespace(), SimpleNamespace(mode="in_place"))
     assert seen == ["in_place"]
+
+
+def test_features_of_images_go_when_the_vision_tower_changed_and_only_then(
+    plugin: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dropped: list[bool] = []
+    monkeypatch.setattr(plugin, "drop_image_features", lambda: dropped.append(True))
+    tower, text = "model.visual.blocks.0.norm1.weight", "model.language_model.norm.weight"
+
+    def load(model: Any, weights: Any) -> None:
+        for _ in weights:
+            pass
+
+    def update(tower_value: float, text_value: float) -> int:
+        weights = [(tower, torch.full((3,), tower_value)), (text, torch.full((3,), text_value))]
+        plugin.note_received(load, None, weights)
+        return len(dropped)
+
+    assert update(1, 1) == 0, "the server's start: there is no feature yet"
+    assert update(1, 1) == 1, "what the server read at its start has no digest: it may differ"
+    assert update(1, 2) == 1
+    assert update(2, 2) == 2
+
+
+def test_the_cache_that_is_dropped_is_sglangs(plugin: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    mm_utils = ModuleType("sglang.srt.managers.mm_utils")
+    mm_utils.embedding_cache = {"image": "features"}  # type: ignore[attr-defined]
+    managers = ModuleType("sglang.srt.managers")
+    managers.mm_utils = mm_utils  # type: ignore[attr-defined]
+    for name in ("sglang", "sglang.srt"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    monkeypatch.setitem(sys.modules, "sglang.srt.managers", managers)
+    plugin.drop_image_features()
+    assert mm_utils.embedding_cache == {}
+    mm_utils.embedding_cache = None  # type: ignore[attr-defined]
+    plugin.drop_image_features()
 
 
 def test_what_an_update_brings_is_told_by_name_and_digest(plugin: Any) -> None:

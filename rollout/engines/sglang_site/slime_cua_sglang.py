@@ -9,6 +9,8 @@ its entry point, on the server's path. Written for SGLang 0.5.17; every hook say
 3. An update says nothing about what arrived. Each tensor's digest is kept as it comes and given out by
    `/weights_checker`, so that the publisher can compare count and checksums by Hugging Face name, and the copy into the
    model is complete before the update is answered: the sender's memory may be used again.
+4. Features of images outlive their vision tower: they are cached by image, and neither a flush nor an update drops them.
+   Shows in: the canary after an update of a trained vision tower.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from typing import Any
 
 RECEIVED = "received:"
 """Prefix of a received tensor's name among the names of SGLang's own checksums."""
+_VISION = "visual."
 _PAUSE_POLL_S = 0.01
 _MODELS = (
     "qwen3_5.Qwen3_5ForConditionalGeneration",
@@ -82,11 +85,22 @@ def note_received(
     import torch
 
     noted = _noted(weights, with_digest=_has_started)
+    before = {name: digest for name, digest in _received.items() if _VISION in name}
     loaded = original(model, list(noted) if isinstance(weights, list) else noted, *arguments, **options)
     if torch.cuda.is_available():
         torch.cuda.synchronize()
+    if _has_started and any(_received[name] != digest for name, digest in before.items()):
+        drop_image_features()
     _has_started = True
     return loaded
+
+
+def drop_image_features() -> None:
+    """The vision tower has other weights than when they were computed."""
+    from sglang.srt.managers import mm_utils
+
+    if mm_utils.embedding_cache is not None:
+        mm_utils.embedding_cache.clear()
 
 
 def _noted(weights: Iterable[tuple[str, Any]], with_digest: bool) -> Iterator[tuple[str, Any]]:
