@@ -19,6 +19,7 @@ from sandbox_cluster.providers.desktop import Desktop
 from sandbox_cluster.providers.kvm import PROBE_TIMEOUT_S, fault_of, probe_script
 from sandbox_cluster.providers.osworld_driver import OSWorldDriver, make_ready
 from sandbox_cluster.providers.osworld_http import ControlServer
+from sandbox_cluster.providers.slots import Slots
 from sandbox_cluster.serving import event
 from slime_cua.config.sandbox import DesktopConfig
 from slime_cua.core.errors import PreflightError, SandboxError
@@ -37,8 +38,7 @@ class DockerProvider:
     def __init__(self, config: DesktopConfig, state_dir: Path, label: str, max_boots: int = 2) -> None:
         self._config = config
         self._owner = f"{label}@{state_dir.resolve()}"
-        self._boots = asyncio.Semaphore(max_boots)
-        self._slots: dict[int, Desktop | None] = {}
+        self._slots = Slots(max_boots)
         self._client: Any = None
         self._has_kvm: bool | None = None
 
@@ -46,23 +46,13 @@ class DockerProvider:
         await self._call(self._check)
 
     async def boot(self, slot: int) -> Desktop:
-        if slot in self._slots:
-            raise SandboxError(f"slot {slot} has a desktop; kill it first")
-        self._slots[slot] = None
-        try:
-            async with self._boots:
-                desktop = await self._boot(slot)
-        except BaseException:
-            self._slots.pop(slot, None)
-            raise
-        self._slots[slot] = desktop
-        return desktop
+        return await self._slots.boot(slot, lambda: self._boot(slot))
 
     async def reap(self) -> int:
         return await self._call(self._remove_all)
 
     async def close(self) -> None:
-        await asyncio.gather(*(desktop.kill() for desktop in self._slots.values() if desktop is not None))
+        await self._slots.kill_all()
         if self._client is not None:
             client, self._client = self._client, None
             await asyncio.to_thread(client.close)
@@ -82,7 +72,7 @@ class DockerProvider:
 
         async def end() -> None:
             await self._call(partial(_remove, container))
-            self._slots.pop(slot, None)
+            self._slots.free(slot)
 
         driver = OSWorldDriver(server, self._config.screen_wh_px, there, end)
         watching = asyncio.ensure_future(self._fail_early(container, driver))

@@ -41,6 +41,7 @@ from sandbox_cluster.providers.marks import marked
 from sandbox_cluster.providers.preflight import check_machine
 from sandbox_cluster.providers.records import Records
 from sandbox_cluster.providers.seccomp import denylist_program
+from sandbox_cluster.providers.slots import Slots
 from sandbox_cluster.providers.users import UserClaim, claim_user
 from slime_cua.config.sandbox import DesktopConfig
 from slime_cua.core.errors import PreflightError, SandboxError
@@ -76,10 +77,9 @@ class LocalProvider:
         self._config = config
         self._label = label
         self._records = Records(state_dir, label)
-        self._boots = asyncio.Semaphore(max_boots)
+        self._slots = Slots(max_boots)
         self._spawner = ThreadPoolExecutor(1, thread_name_prefix="sandbox-spawner")
         self._workers = Workers()
-        self._slots: dict[int, Desktop | None] = {}
         self._backend: limits.Backend | None = None
         guest = Path(guest_package.__file__).parent
         self._own = {
@@ -93,17 +93,7 @@ class LocalProvider:
         await asyncio.to_thread(home_files, self._config)
 
     async def boot(self, slot: int) -> Desktop:
-        if self._slots.get(slot, None) is not None or slot in self._slots:
-            raise SandboxError(f"slot {slot} has a desktop; kill it first")
-        self._slots[slot] = None
-        try:
-            async with self._boots:
-                desktop = await self._boot(slot)
-        except BaseException:
-            self._slots.pop(slot, None)
-            raise
-        self._slots[slot] = desktop
-        return desktop
+        return await self._slots.boot(slot, lambda: self._boot(slot))
 
     async def reap(self) -> int:
         num_ended = await asyncio.to_thread(self._records.reap)
@@ -111,8 +101,7 @@ class LocalProvider:
         return num_ended
 
     async def close(self) -> None:
-        desktops = [desktop for desktop in self._slots.values() if desktop is not None]
-        await asyncio.gather(*(desktop.kill() for desktop in desktops))
+        await self._slots.kill_all()
         self._records.release()
         await asyncio.to_thread(self._spawner.shutdown)
         self._workers.close()
@@ -215,7 +204,7 @@ class LocalProvider:
         async with sandbox.ending:
             if sandbox.log >= 0:
                 await asyncio.to_thread(self._clean, sandbox)
-                self._slots.pop(sandbox.slot, None)
+                self._slots.free(sandbox.slot)
 
     def _clean(self, sandbox: Sandbox) -> None:
         _kill(sandbox.process)

@@ -24,6 +24,7 @@ from sandbox_cluster.providers.osworld_driver import OSWorldDriver, make_ready
 from sandbox_cluster.providers.osworld_http import ControlServer
 from sandbox_cluster.providers.qmp import Monitor
 from sandbox_cluster.providers.records import Records
+from sandbox_cluster.providers.slots import Slots
 from sandbox_cluster.serving import event
 from slime_cua.config.sandbox import DesktopConfig
 from slime_cua.core.errors import PreflightError, SandboxError
@@ -44,9 +45,8 @@ class QemuProvider:
         self._config = config
         self._folder = state_dir / "disks" / label
         self._records = Records(state_dir, label)
-        self._boots = asyncio.Semaphore(max_boots)
+        self._slots = Slots(max_boots)
         self._spawner = ThreadPoolExecutor(1, thread_name_prefix="qemu-spawner")
-        self._slots: dict[int, Desktop | None] = {}
         self._has_snapshot: set[int] = set()
         self._accel = ""
 
@@ -54,18 +54,7 @@ class QemuProvider:
         await asyncio.to_thread(self._check)
 
     async def boot(self, slot: int) -> Desktop:
-        if slot in self._slots:
-            raise SandboxError(f"slot {slot} has a desktop; kill it first")
-        self._slots[slot] = None
-        try:
-            async with self._boots:
-                await self.check()
-                desktop = await self._boot(slot)
-        except BaseException:
-            self._slots.pop(slot, None)
-            raise
-        self._slots[slot] = desktop
-        return desktop
+        return await self._slots.boot(slot, lambda: self._boot(slot))
 
     async def reap(self) -> int:
         num_ended = await asyncio.to_thread(self._records.reap)
@@ -73,13 +62,14 @@ class QemuProvider:
         return num_ended
 
     async def close(self) -> None:
-        await asyncio.gather(*(desktop.kill() for desktop in self._slots.values() if desktop is not None))
+        await self._slots.kill_all()
         self._records.release()
         await asyncio.to_thread(self._spawner.shutdown)
         await asyncio.to_thread(shutil.rmtree, self._folder, True)
         self._has_snapshot.clear()
 
     async def _boot(self, slot: int) -> Desktop:
+        await self.check()
         started = time.monotonic()
         is_warm = slot in self._has_snapshot
         ours, theirs = socket.socketpair()
@@ -133,7 +123,7 @@ class QemuProvider:
         async def end() -> None:
             monitor.close()
             await asyncio.to_thread(self._end, slot, process)
-            self._slots.pop(slot, None)
+            self._slots.free(slot)
 
         there = {port: ("127.0.0.1", ports[port]) for port in (CDP_PORT, VLC_PORT)}
         driver = OSWorldDriver(

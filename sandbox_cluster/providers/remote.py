@@ -16,6 +16,7 @@ from sandbox_cluster.providers.base import CDP_PORT, PLATFORMS, VLC_PORT
 from sandbox_cluster.providers.desktop import Desktop
 from sandbox_cluster.providers.osworld_driver import OSWorldDriver, make_ready
 from sandbox_cluster.providers.osworld_http import ControlServer
+from sandbox_cluster.providers.slots import Slots
 from slime_cua.config.sandbox import DesktopConfig
 from slime_cua.core.errors import PreflightError, SandboxError
 
@@ -27,8 +28,7 @@ class RemoteProvider:
 
     def __init__(self, config: DesktopConfig, state_dir: Path, label: str, max_boots: int = 2) -> None:
         self._config = config
-        self._boots = asyncio.Semaphore(max_boots)
-        self._slots: dict[int, OSWorldDriver | None] = {}
+        self._slots = Slots(max_boots)
 
     async def check(self) -> None:
         remote = self._config.remote
@@ -54,15 +54,7 @@ class RemoteProvider:
                 f"there is no machine for slot {slot}: sandbox.remote.urls has {len(self._config.remote.urls)}; "
                 "num_desktops + num_spares must not be more"
             )
-        if slot in self._slots:
-            raise SandboxError(f"slot {slot} has a desktop; kill it first")
-        self._slots[slot] = None
-        try:
-            async with self._boots:
-                return await self._boot(slot)
-        except BaseException:
-            self._slots.pop(slot, None)
-            raise
+        return await self._slots.boot(slot, lambda: self._boot(slot))
 
     async def _boot(self, slot: int) -> Desktop:
         started = time.monotonic()
@@ -72,7 +64,7 @@ class RemoteProvider:
         ports = {CDP_PORT: (host, config.remote.cdp_port), VLC_PORT: (host, config.remote.vlc_port)}
 
         async def end() -> None:
-            self._slots.pop(slot, None)
+            self._slots.free(slot)
 
         driver = OSWorldDriver(server, config.screen_wh_px, ports, end)
         try:
@@ -81,7 +73,6 @@ class RemoteProvider:
             await driver.kill()
             raise
         skew_s = await make_ready(driver, config.boot_timeout_s, config.client_password)
-        self._slots[slot] = driver
         return Desktop(
             driver,
             "remote",
@@ -108,9 +99,7 @@ class RemoteProvider:
         return 0
 
     async def close(self) -> None:
-        for driver in list(self._slots.values()):
-            if driver is not None:
-                await driver.kill()
+        await self._slots.kill_all()
 
 
 def _address(url: str) -> tuple[str, int]:

@@ -34,6 +34,8 @@ NUM_EVENTS = int(os.environ.get("SLIME_CUA_CHAOS_EVENTS", "80"))
 SEED = int(os.environ.get("SLIME_CUA_CHAOS_SEED", "7"))
 NUM_WORKERS = 3
 TTL_S = 4.0
+START_TIMEOUT_S = 300.0
+"""Of a gateway or host that starts again; a loaded machine is no fault."""
 
 
 @dataclass
@@ -378,7 +380,9 @@ async def test_nothing_leaks_lies_or_acts_twice(
             to_host.target = probe.getsockname()[1]
         arguments = ("--port", str(to_host.target), "--advertise", f"http://127.0.0.1:{to_host.port}")
         config = config_of(provider)
-        async with LocalCluster(config, tmp_path, host_arguments=arguments) as cluster:
+        async with LocalCluster(
+            config, tmp_path, host_arguments=arguments, start_timeout_s=START_TIMEOUT_S
+        ) as cluster:
             assert cluster.gateway
             to_gateway.target = cluster.gateway.port
             url = f"http://127.0.0.1:{to_gateway.port}"
