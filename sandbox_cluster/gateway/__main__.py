@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import asyncio
 import os
 import socket
 import sys
 from pathlib import Path
+
+from sandbox_cluster.entry import add_parent_options, run_service
 
 CLIENT_TOKENS = "SLIME_CUA_CLIENT_TOKENS"
 HOST_TOKENS = "SLIME_CUA_HOST_TOKENS"
@@ -29,27 +30,13 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--host-timeout-s", type=float, default=10.0, help="a host silent for so long is lost"
     )
-    parser.add_argument(
-        "--ready-fd", type=int, help='file descriptor that gets {"port": N} when requests are answered'
-    )
-    parser.add_argument("--tied-to-stdin", action="store_true", help="end when stdin ends")
+    add_parent_options(parser)
     return parser.parse_args(arguments)
 
 
 def main(arguments: list[str] | None = None) -> int:
     options = parse(arguments)
-    from sandbox_cluster.serving import setup_logs
-    from slime_cua.core.errors import SlimeCuaError
-
-    setup_logs()
-    try:
-        asyncio.run(_run(options))
-    except SlimeCuaError as error:
-        print(f"sandbox gateway: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        return 130
-    return 0
+    return run_service("sandbox gateway", lambda: _run(options))
 
 
 async def _run(options: argparse.Namespace) -> None:

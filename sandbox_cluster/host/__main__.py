@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import asyncio
 import os
 import sys
 from pathlib import Path
+
+from sandbox_cluster.entry import add_parent_options, run_service
 
 HOST_TOKENS = "SLIME_CUA_HOST_TOKENS"
 
@@ -51,28 +52,19 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--drain-timeout-s", type=float, default=30.0, help="after SIGTERM leases get so long to end"
     )
-    parser.add_argument(
-        "--ready-fd", type=int, help='file descriptor that gets {"port": N} when the host is registered'
-    )
-    parser.add_argument("--tied-to-stdin", action="store_true", help="end when stdin ends")
+    add_parent_options(parser)
     return parser.parse_args(arguments)
 
 
 def main(arguments: list[str] | None = None) -> int:
     options = parse(arguments)
-    from sandbox_cluster.host.service import run
-    from sandbox_cluster.serving import setup_logs
-    from slime_cua.core.errors import SlimeCuaError
 
-    setup_logs()
-    try:
-        asyncio.run(run(options, os.environ.get(HOST_TOKENS, "")))
-    except SlimeCuaError as error:
-        print(f"sandbox host: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        return 130
-    return 0
+    async def serve() -> None:
+        from sandbox_cluster.host.service import run
+
+        await run(options, os.environ.get(HOST_TOKENS, ""))
+
+    return run_service("sandbox host", serve)
 
 
 if __name__ == "__main__":

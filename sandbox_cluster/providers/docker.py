@@ -21,7 +21,7 @@ from sandbox_cluster.providers.osworld_driver import OSWorldDriver, make_ready
 from sandbox_cluster.providers.osworld_http import ControlServer
 from sandbox_cluster.providers.slots import Slots
 from sandbox_cluster.serving import event
-from slime_cua.config.sandbox import DesktopConfig
+from slime_cua.config.sandbox import DesktopConfig, MachineConfig
 from slime_cua.core.errors import PreflightError, SandboxError
 
 OWNER, SLOT = "slime-cua.owner", "slime-cua.slot"
@@ -29,6 +29,8 @@ OWNER, SLOT = "slime-cua.owner", "slime-cua.slot"
 SERVER_PORT = 5000
 _PUBLISHED = (SERVER_PORT, CDP_PORT, VLC_PORT)
 DAEMON_TIMEOUT_S = 60
+MACHINE_OVERHEAD_MB, MACHINE_PROCESSES = 2048, 4096
+"""What a container gets beside its machine's memory, and for QEMU's threads."""
 R = TypeVar("R")
 
 
@@ -135,7 +137,7 @@ class DockerProvider:
             raise PreflightError(
                 f"docker has no image {settings.image}; run: docker pull {settings.image}"
             ) from None
-        if settings.kvm == "auto" and self._has_kvm is None:
+        if self._config.machine.kvm == "auto" and self._has_kvm is None:
             fault = self._kvm_fault()
             self._has_kvm = fault is None
             event("kvm", used=self._has_kvm, reason=fault or "a probe guest booted with it")
@@ -167,16 +169,9 @@ class DockerProvider:
     def _start(self, slot: int) -> tuple[Any, dict[int, int]]:
         self._check()
         settings = self._config.docker
-        options: dict[str, Any] = {}
-        if settings.qcow2:
-            options["volumes"] = {settings.qcow2: {"bind": "/System.qcow2", "mode": "ro"}}
-            options["cap_add"] = ["NET_ADMIN"]
-            options["environment"] = {
-                "DISK_SIZE": f"{settings.machine_disk_gb}G",
-                "RAM_SIZE": f"{settings.machine_memory_gb}G",
-                "CPU_CORES": str(settings.machine_cpus),
-                **({} if self._has_kvm else {"KVM": "N"}),
-            }
+        options = limits_of(self._config)
+        if self._config.machine.image:
+            options |= machine_options(self._config.machine, bool(self._has_kvm))
         if self._has_kvm:
             options["devices"] = ["/dev/kvm"]
         if settings.command:
@@ -185,10 +180,6 @@ class DockerProvider:
             settings.image,
             labels={OWNER: self._owner, SLOT: str(slot)},
             ports={f"{port}/tcp": ("127.0.0.1", None) for port in _PUBLISHED},
-            mem_limit=f"{settings.container_memory_mb}m",
-            memswap_limit=f"{settings.container_memory_mb}m",
-            nano_cpus=int(settings.container_cpus * 1e9),
-            pids_limit=settings.container_processes,
             **options,
         )
         try:
@@ -209,6 +200,36 @@ class DockerProvider:
         for container in found:
             _remove(container)
         return len(found)
+
+
+def limits_of(config: DesktopConfig) -> dict[str, Any]:
+    """Limits of a container, as the SDK's `create` takes them: a desktop's own, or its machine's and room for QEMU."""
+    memory_mb, num_cpus, num_processes = config.memory_mb, config.num_cpus, config.num_processes
+    if config.machine.image:
+        memory_mb = config.machine.memory_mb + MACHINE_OVERHEAD_MB
+        num_cpus, num_processes = float(config.machine.num_cpus), MACHINE_PROCESSES
+    memory = f"{memory_mb}m"
+    return {
+        "mem_limit": memory,
+        "memswap_limit": memory,
+        "nano_cpus": int(num_cpus * 1e9),
+        "pids_limit": num_processes,
+    }
+
+
+def machine_options(machine: MachineConfig, has_kvm: bool) -> dict[str, Any]:
+    """What OSWorld's image takes to start the machine in it. Source: desktop-env 1.0.2, `providers/docker/provider.py`."""
+    whole_gb, rest_mb = divmod(machine.memory_mb, 1024)
+    return {
+        "volumes": {machine.image: {"bind": "/System.qcow2", "mode": "ro"}},
+        "cap_add": ["NET_ADMIN"],
+        "environment": {
+            "DISK_SIZE": f"{machine.disk_gb}G",
+            "RAM_SIZE": f"{machine.memory_mb}M" if rest_mb else f"{whole_gb}G",
+            "CPU_CORES": str(machine.num_cpus),
+            **({} if has_kvm else {"KVM": "N"}),
+        },
+    }
 
 
 def _remove(container: Any) -> None:

@@ -152,14 +152,14 @@ class QemuProvider:
                     f"provider=qemu needs {program}; as root: apt-get install -y --no-install-recommends "
                     f"{'util-linux' if program == 'setpriv' else PACKAGES}"
                 )
-        image = self._config.qemu.image
+        image = self._config.machine.image
         if not image or not Path(image).is_file():
             raise PreflightError(
-                f"sandbox.qemu.image={image!r} is no file; set it to a qcow2 image that starts an OSWorld control "
+                f"sandbox.machine.image={image!r} is no file; set it to a qcow2 image that starts an OSWorld control "
                 f"server at port {SERVER_PORT}"
             )
         if not self._accel:
-            fault = "off by config" if self._config.qemu.kvm == "off" else kvm_fault()
+            fault = "off by config" if self._config.machine.kvm == "off" else kvm_fault()
             self._accel = "kvm" if fault is None else "tcg"
             event("kvm", used=fault is None, reason=fault or "a probe guest booted with it")
 
@@ -188,19 +188,19 @@ class QemuProvider:
     def _make_overlay(self, disk: Path) -> None:
         disk.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         disk.unlink(missing_ok=True)
-        image = Path(self._config.qemu.image).resolve()
+        image = Path(self._config.machine.image).resolve()
         line = [_IMG, "create", "-q", "-f", "qcow2", "-F", "qcow2", "-b", str(image), str(disk)]
         done = subprocess.run(line, capture_output=True, text=True, check=False)
         if done.returncode != 0:
             raise SandboxError(f"no overlay over {image}: {done.stderr.strip()[-300:]}")
 
     def _line(self, disk: Path, monitor: int, is_warm: bool) -> list[str]:
-        settings = self._config.qemu
+        settings, machine = self._config.qemu, self._config.machine
         forwards = ",".join(f"hostfwd=tcp:127.0.0.1:0-:{port}" for port in _PUBLISHED)
         return [
             _QEMU,
             *("-accel", self._accel, "-cpu", "host" if self._accel == "kvm" else "max"),
-            *("-m", str(settings.memory_mb), "-smp", str(settings.cpus)),
+            *("-m", str(machine.memory_mb), "-smp", str(machine.num_cpus)),
             *("-display", "none", "-vga", "std", "-no-reboot", "-nodefaults"),
             *(
                 "-drive",

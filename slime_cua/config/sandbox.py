@@ -25,37 +25,38 @@ class RemoteConfig(ConfigModel):
     """Ports of the machines for Chrome's debugger and VLC."""
 
 
+class MachineConfig(ConfigModel):
+    """The virtual machine of a desktop: of `qemu`, and of `docker` where the container holds one."""
+
+    image: str = ""
+    """qcow2 disk with an OSWorld control server, never written: each desktop has an overlay. docker: a path on the daemon's
+    host, bound read-only at /System.qcow2; empty: the container itself is the desktop."""
+    memory_mb: int = Field(4096, ge=64)
+    num_cpus: int = Field(4, ge=1)
+    disk_gb: int = Field(32, ge=1)
+    """docker: size of the disk that the machine sees."""
+    kvm: Literal["auto", "off"] = "auto"
+    """auto: KVM is used if a probe guest really boots with it; otherwise, and with off, everything is emulated (TCG)."""
+
+
 class DockerConfig(ConfigModel):
-    """Containers with an OSWorld control server in them, or around a virtual machine that has one."""
+    """Containers with an OSWorld control server in them, or around a virtual machine (`machine.image`) that has one.
+
+    A container is limited as a local desktop is (memory_mb, num_cpus, num_processes); one with a machine in it by the
+    machine's own size and 2 GiB more.
+    """
 
     image: str = "happysixd/osworld-docker"
     """It must be there: `docker pull` it first."""
     host: str = ""
     """The daemon, e.g. unix:///var/run/docker.sock; empty: as the docker command finds it (DOCKER_HOST)."""
-    qcow2: str = ""
-    """The machine's disk on the daemon's host, bound read-only at /System.qcow2. Each container keeps its own overlay."""
-    machine_memory_gb: int = Field(4, ge=1)
-    machine_cpus: int = Field(4, ge=1)
-    machine_disk_gb: int = Field(32, ge=1)
-    """RAM_SIZE, CPU_CORES and DISK_SIZE of the virtual machine in the container; used with `qcow2`."""
-    kvm: Literal["auto", "off"] = "auto"
-    """auto: /dev/kvm is given to containers if a probe guest really boots with it in this image."""
-    container_memory_mb: int = Field(6144, ge=64)
-    container_cpus: float = Field(4.0, gt=0)
-    container_processes: int = Field(4096, ge=16)
     command: tuple[str, ...] = ()
     """Run instead of the image's own command."""
 
 
 class QemuConfig(ConfigModel):
-    """Virtual machines with an OSWorld control server in them, started by this host."""
+    """How this host starts virtual machines; what they are is `machine`."""
 
-    image: str = ""
-    """qcow2 disk, never written: each desktop has an overlay."""
-    memory_mb: int = Field(4096, ge=64)
-    cpus: int = Field(4, ge=1)
-    kvm: Literal["auto", "off"] = "auto"
-    """auto: KVM is used if a probe guest really boots with it; otherwise, and with off, everything is emulated (TCG)."""
     arguments: tuple[str, ...] = ()
     """More arguments for qemu-system-x86_64, e.g. ("-kernel", "/srv/vmlinuz")."""
     disk_bus: Literal["virtio", "ide"] = "virtio"
@@ -69,6 +70,7 @@ class DesktopConfig(ConfigModel):
     screen_wh_px: tuple[int, int] = (1504, 832)
     """Any size from 64x64 to 8192x8192; screenshots have it, too."""
     memory_mb: int = Field(512, ge=64)
+    """Of a local desktop, or of a container that is one; a virtual machine's is machine.memory_mb."""
     num_processes: int = Field(128, ge=16)
     """Processes and threads alive at once inside one desktop."""
     num_cpus: float = Field(2.0, ge=0.1)
@@ -96,6 +98,7 @@ class DesktopConfig(ConfigModel):
     client_password: str = "password"
     """The desktop user's, for sudo: setting a clock that a snapshot left behind. OSWorld's images have this one."""
     remote: RemoteConfig = Field(default_factory=RemoteConfig)
+    machine: MachineConfig = Field(default_factory=MachineConfig)
     docker: DockerConfig = Field(default_factory=DockerConfig)
     qemu: QemuConfig = Field(default_factory=QemuConfig)
 

@@ -123,12 +123,12 @@ class Daemon:
     def config(self) -> DesktopConfig:
         return DesktopConfig(
             screen_wh_px=SIZE,
+            memory_mb=256,
+            num_cpus=1,
+            num_processes=128,
             docker=DockerConfig(
                 host=self.url,
                 image=self.image,
-                container_memory_mb=256,
-                container_cpus=1,
-                container_processes=128,
                 command=("/usr/bin/python3", "/srv/osworld_guest.py", "--broken-bash"),
             ),
         )

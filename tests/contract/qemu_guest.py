@@ -13,7 +13,7 @@ import shutil
 import subprocess
 from pathlib import Path
 
-from slime_cua.config.sandbox import DesktopConfig, QemuConfig
+from slime_cua.config.sandbox import DesktopConfig, MachineConfig, QemuConfig
 from tests.contract import guest_rootfs
 
 KERNEL = Path(
@@ -72,11 +72,8 @@ def build(folder: Path) -> DesktopConfig:
     return DesktopConfig(
         screen_wh_px=guest_rootfs.SIZE,
         boot_timeout_s=480,
+        machine=MachineConfig(image=str(disk), memory_mb=192, num_cpus=1, kvm="off"),
         qemu=QemuConfig(
-            image=str(disk),
-            memory_mb=192,
-            cpus=1,
-            kvm="off",
             arguments=(
                 *("-kernel", str(kernel), "-initrd", str(initrd), "-append", append),
                 *("-serial", f"file:{folder}/serial.log"),

@@ -17,7 +17,7 @@ import pytest
 
 from sandbox_cluster.providers.docker import OWNER, SLOT, DockerProvider
 from sandbox_cluster.providers.qemu import QemuProvider
-from slime_cua.config.sandbox import DesktopConfig, DockerConfig, QemuConfig
+from slime_cua.config.sandbox import DesktopConfig, DockerConfig, MachineConfig
 from slime_cua.core.errors import PreflightError, SandboxError
 from tests.contract.provider_rigs import Daemon, docker_is_missing
 
@@ -48,6 +48,27 @@ async def test_a_container_has_its_owner_its_limits_and_ports_on_loopback_only(
     finally:
         await provider.close()
     assert containers(daemon) == []
+
+
+@pytest.mark.docker
+async def test_a_container_around_a_machine_has_its_disk_read_only_and_room_for_it(
+    daemon: Daemon, tmp_path: Path
+) -> None:
+    disk = tmp_path / "Ubuntu.qcow2"
+    disk.write_bytes(b"disk")
+    machine = MachineConfig(image=str(disk), memory_mb=1024, num_cpus=2, disk_gb=9, kvm="off")
+    provider = DockerProvider(daemon.config().model_copy(update={"machine": machine}), tmp_path, "host-1")
+    try:
+        desktop = await provider.boot(0)
+        seen = await desktop.run("cat /System.qcow2; echo more >> /System.qcow2; env", is_shell=True)
+        assert seen.stdout.startswith("disk") and "Read-only" in seen.stderr
+        inside = dict(line.split("=", 1) for line in seen.stdout[4:].splitlines() if "=" in line)
+        wanted = {"RAM_SIZE": "1G", "CPU_CORES": "2", "DISK_SIZE": "9G", "KVM": "N"}
+        assert {name: inside.get(name) for name in wanted} == wanted
+        [found] = containers(daemon)
+        assert found["HostConfig"]["Memory"] == 3 << 30 and found["HostConfig"]["NanoCpus"] == 2 * 10**9
+    finally:
+        await provider.close()
 
 
 @pytest.mark.docker
@@ -101,7 +122,7 @@ async def test_a_missing_image_is_a_sentence_with_the_line_to_run(daemon: Daemon
 async def test_a_missing_disk_or_program_of_qemu_is_a_sentence(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = DesktopConfig(qemu=QemuConfig(image="/none.qcow2"))
+    config = DesktopConfig(machine=MachineConfig(image="/none.qcow2"))
     with pytest.raises(PreflightError, match=r"image='/none\.qcow2' is no file|apt-get install"):
         await QemuProvider(config, tmp_path, "x").check()
     monkeypatch.setenv("PATH", str(tmp_path))
@@ -114,7 +135,7 @@ async def test_a_missing_disk_or_program_of_qemu_is_a_sentence(
 async def test_the_image_is_never_written_and_ports_are_on_loopback_only(
     machine: DesktopConfig, tmp_path: Path
 ) -> None:
-    before = await asyncio.to_thread(digest, machine.qemu.image)
+    before = await asyncio.to_thread(digest, machine.machine.image)
     provider = QemuProvider(machine, tmp_path, "host-1")
     try:
         desktop = await provider.boot(0)
@@ -124,7 +145,7 @@ async def test_the_image_is_never_written_and_ports_are_on_loopback_only(
         assert listening == ["127.0.0.1"] * 3
     finally:
         await provider.close()
-    assert machines() == [] and await asyncio.to_thread(digest, machine.qemu.image) == before
+    assert machines() == [] and await asyncio.to_thread(digest, machine.machine.image) == before
     assert disks(tmp_path) == []
 
 
