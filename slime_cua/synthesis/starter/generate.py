@@ -147,7 +147,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Generate the starter tasks.")
     parser.add_argument("--out", type=Path, default=Path("tasks/starter"))
     parser.add_argument("--train", type=int, default=64, help="instances a family")
-    parser.add_argument("--demonstrations", type=int, default=24, help="instances a family")
+    parser.add_argument("--demonstrations", type=int, default=16, help="instances a family")
     parser.add_argument("--heldout", type=int, default=20, help="instances a family")
     args = parser.parse_args()
     total = write_tasks(args.out, {split: getattr(args, split) for split in SPLITS})
