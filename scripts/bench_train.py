@@ -8,16 +8,20 @@
     python scripts/bench_train.py --compare tp1.json tp2.json
     python scripts/bench_train.py --tiny                                      the same code on a CPU, small
 
-Weights are random: a folder is written to --scratch once. A batch is packed segments of ten screenshots of 1504x832 with 5 to 10 %
-trained tokens. Printed for each variant: tokens/s, model TFLOP/s, utilisation of the measured bf16 matrix rate, torch's peak of
-allocated memory beside the prediction of `slime-cua plan`.
+Weights are random and made on the device. A batch is packed segments of ten screenshots of 1504x832 with 5 to 10 % trained
+tokens. Printed for each variant: tokens/s, model TFLOP/s, utilisation of the measured bf16 matrix rate, torch's peak of
+allocated memory beside the prediction of `slime-cua plan`; with --out also one JSON line each, and the memory by part.
+What happens when is on standard error; a process in which nothing moves for --stall-s says there where it stands.
 """
 
 from __future__ import annotations
 
 import argparse
+import faulthandler
+import gc
 import json
 import os
+import statistics
 import sys
 import time
 from collections.abc import Iterator
@@ -28,8 +32,11 @@ from typing import Any
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[1]), str(Path(__file__).resolve().parent)]
 
-from bench_train_parts import SWITCHES, make_segments, write_random_folder  # noqa: E402
+from bench_train_model import random_weights, write_hollow_folder  # noqa: E402
+from bench_train_segments import make_segments  # noqa: E402
+from bench_train_switches import SWITCHES, Memory, Swap  # noqa: E402
 
+STARTED = time.monotonic()
 TINY_TEXT = {
     "vocab_size": 384,
     "hidden_size": 64,
@@ -41,6 +48,12 @@ TINY_TEXT = {
     "linear_num_value_heads": 4,
     "linear_key_head_dim": 16,
     "linear_value_head_dim": 16,
+}
+TINY_EXPERTS = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 32,
 }
 TINY_VISION = {"depth": 2, "hidden_size": 64, "intermediate_size": 128, "num_heads": 2, "out_hidden_size": 64}
 VARIANTS = {
@@ -86,11 +99,16 @@ def main() -> int:
         raise SystemExit(
             f"--tp {options.tp} does not divide the {job.world_size} processes that were started"
         )
+    names = [name.strip() for name in options.variants.split(",")]
+    for name in names:
+        if name not in VARIANTS:
+            raise SystemExit(f"--variants: {name!r} is none of {', '.join(VARIANTS)}")
     bench = Bench(options, job)
     if options.curve:
-        bench.curve(options.curve, options.out)
+        bench.curve(options.curve)
     else:
-        bench.table([name.strip() for name in options.variants.split(",")])
+        bench.table(names)
+    bench.close()
     return 0
 
 
@@ -98,15 +116,21 @@ class Bench:
     """One model on one layout."""
 
     def __init__(self, options: argparse.Namespace, job: Job) -> None:
+        self.options, self.job = options, job
+        self.mark("importing torch")
         import torch
 
         from slime_cua.config.trainer import OptimizerConfig, ParallelConfig, TrainerConfig
+        from slime_cua.trainer.model import PolicyModel
         from slime_cua.trainer.rank import TrainerRank
 
-        self.options, self.job, self.torch = options, job, torch
+        self.torch = torch
         self.has_gpu = torch.cuda.is_available()
         self.parallel = ParallelConfig(
-            tp=options.tp, dp=job.world_size // options.tp, sequence_parallel=options.tp > 1
+            tp=options.tp,
+            dp=job.world_size // options.tp,
+            ep=options.ep,
+            sequence_parallel=options.tp > 1,
         )
         self.model_config = self._model_config()
         self.folder = self._folder()
@@ -115,71 +139,154 @@ class Bench:
             dtype="bf16" if self.has_gpu else "fp32",
             max_tokens_per_rank=options.tokens,
             recompute=options.recompute,
-            vision_cache_mb=0,
+            freeze_vision=not options.train_vision,
+            vision_cache_mb=8192 if options.curve else 0,
             optimizer=OptimizerConfig(lr=1e-5),
-            timeout_s=1800,
+            timeout_s=options.timeout_s,
         )
+        self.mark("joining the job")
         self.trainer = TrainerRank(self.config, job.rank, job.world_size, job.address, job.port)
-        self.trainer.load(self.folder)
-        self.samples, self.store = make_segments(self.trainer, options, self.parallel.dp)
+        self.mark("making the model")
+        with Swap(PolicyModel, "load_weights", random_weights(self.trainer.layout.device)):
+            self.trainer.load(self.folder)
+        self.samples, self.store = make_segments(
+            self.trainer._patches, options.tokens, options.microbatches * self.parallel.dp, options.tiny
+        )
+        self._release()
+        self.mark("ready")
 
-    def say(self, line: str) -> None:
-        if self.job.rank == 0:
-            print(line, flush=True)
+    def close(self) -> None:
+        """Leave the job."""
+        faulthandler.cancel_dump_traceback_later()
+        self.trainer.close()
+
+    def mark(self, what: str) -> None:
+        """Say on standard error where this rank is; without the next one in --stall-s its stacks follow."""
+        faulthandler.dump_traceback_later(self.options.stall_s, repeat=True)
+        line = f"[{time.monotonic() - STARTED:6.1f} s, rank {self.job.rank}] {what}"
+        print(line, file=sys.stderr, flush=True)
+
+    def say(self, line: str, **values: Any) -> None:
+        """A line of the result, by rank 0; `values` as a JSON line in --out."""
+        if self.job.rank:
+            return
+        print(line, flush=True)
+        if values and self.options.out:
+            with self.options.out.open("a") as file:
+                file.write(json.dumps({**self._facts(), **values}) + "\n")
 
     def table(self, names: list[str]) -> None:
         """One row a variant."""
         peak_rate = self._matrix_rate() if self.has_gpu else float("nan")
-        layers = self.model_config["text_config"]["num_hidden_layers"]
+        facts = self._facts()
         self.say(
-            f"{self.options.model}: {layers} layers, TP={self.parallel.tp} DP={self.parallel.dp}, recompute {self.options.recompute}, "
-            f"bf16 matrix rate {peak_rate / 1e12:.0f} TFLOP/s\n"
-            "| variant | what | tokens/s | model TFLOP/s a GPU | MFU % | peak GiB | predicted GiB |\n|---|---|---|---|---|---|---|"
+            f"{facts['model']}: {facts['layers']} layers, TP={facts['tp']} DP={facts['dp']} EP={facts['ep']}, recompute "
+            f"{facts['recompute']}, {facts['max_tokens']} tokens a micro-batch, bf16 matrix rate {peak_rate / 1e12:.0f} TFLOP/s\n"
+            "| variant | what | s a step | tokens/s | model TFLOP/s a GPU | MFU % | peak GiB | predicted GiB |\n"
+            "|---|---|---|---|---|---|---|---|"
         )
+        memory = Memory(self.torch)
+        for number in range(self.options.warmup):
+            self._step(f"warm-up step {number + 1} of {self.options.warmup}")
         for name in names:
-            if name not in VARIANTS:
-                raise SystemExit(f"--variants: {name!r} is none of {', '.join(VARIANTS)}")
-            if "fused" in OFF[name] and self.parallel.tp > 1:
-                self.say(f"| {name} | {VARIANTS[name]} | only at TP=1 | | | | |")
+            if OFF[name] == {"split"} and self.parallel.tp == 1:
                 continue
-            seconds, peak, work = self._measure(OFF[name])
-            rate = work["flops"] / seconds / self.job.world_size
-            share = 100 * rate / peak_rate
-            predicted = self._predicted(work) / 2**30 if not OFF[name] else float("nan")
-            self.say(
-                f"| {name} | {VARIANTS[name]} | {work['tokens'] / seconds:,.0f} | {rate / 1e12:.1f} | {share:.1f} | "
-                f"{peak / 2**30:.1f} | {predicted:.1f} |"
-            )
+            try:
+                self._row(name, peak_rate, memory)
+            except self.torch.OutOfMemoryError as error:
+                self.say(
+                    f"| {name} | {VARIANTS[name]} | out of memory | | | | | |", variant=name, oom=str(error)
+                )
+                if self.job.world_size > 1:
+                    raise
+            self._release()
 
-    def curve(self, num_steps: int, out: Path | None) -> None:
-        """Losses of `num_steps` supervised steps over one batch, as JSON."""
-        losses = [
-            self.trainer.train_step(self.samples, self.store, "sft")["sft/loss"] for _ in range(num_steps)
-        ]
-        result = {"tp": self.parallel.tp, "dtype": self.config.dtype, "losses": losses}
-        if self.job.rank == 0 and out is not None:
-            out.write_text(json.dumps(result))
-        self.say(f"loss {losses[0]:.4f} -> {losses[-1]:.4f} in {num_steps} steps, TP={self.parallel.tp}")
-
-    def _measure(self, off: frozenset[str]) -> tuple[float, int, dict[str, Any]]:
-        """(seconds a step, bytes at the peak, work of a step with nothing wasted)."""
-        torch = self.torch
+    def _row(self, name: str, peak_rate: float, memory: Memory) -> None:
+        off = OFF[name]
         with ExitStack() as stack:
             for part in sorted(off):
                 stack.enter_context(SWITCHES[part](self))
-            for _ in range(self.options.warmup):
-                self.trainer.train_step(self.samples, self.store, "sft")
+            self._step(f"{name}: warm-up")
             if self.has_gpu:
-                torch.cuda.synchronize()
-                torch.cuda.reset_peak_memory_stats()
-            began = time.perf_counter()
-            for _ in range(self.options.steps):
-                self.trainer.train_step(self.samples, self.store, "sft")
-            if self.has_gpu:
-                torch.cuda.synchronize()
-            seconds = (time.perf_counter() - began) / self.options.steps
-        peak = torch.cuda.max_memory_allocated() if self.has_gpu else 0
-        return seconds, peak, self._work()
+                self.torch.cuda.reset_peak_memory_stats()
+            times = [self._step(f"{name}: step {n + 1}") for n in range(self.options.steps)]
+            peak = self.torch.cuda.max_memory_allocated() if self.has_gpu else 0
+        work, seconds = self._work(), statistics.median(times)
+        rate = work["flops"] / seconds / self.job.world_size
+        predicted = {} if off else self._predicted(work)
+        self.say(
+            f"| {name} | {VARIANTS[name]} | {seconds:.3f} | {work['tokens'] / seconds:,.0f} | {rate / 1e12:.1f} | "
+            f"{100 * rate / peak_rate:.1f} | {peak / 2**30:.1f} | {sum(predicted.values()) / 2**30:.1f} |",
+            variant=name,
+            times=times,
+            peak=peak,
+            predicted=predicted,
+            matrix_rate=peak_rate,
+            rate=rate,
+            **work,
+        )
+        if not off:
+            with memory.watching(self.trainer):
+                self._step("memory by part")
+            self.say(f"memory by part: {memory.found}", memory=memory.found, predicted=predicted, **work)
+            if self.options.profile:
+                self._profile(self.options.profile)
+
+    def curve(self, num_steps: int) -> None:
+        """Losses of `num_steps` supervised steps over one batch, as JSON."""
+        losses = []
+        for number in range(num_steps):
+            losses.append(self.trainer.train_step(self.samples, self.store, "sft")["sft/loss"])
+            if number % 10 == 0:
+                self.mark(f"step {number}: loss {losses[-1]:.4f}")
+        result = {"tp": self.parallel.tp, "dtype": self.config.dtype, "losses": losses}
+        if self.job.rank == 0 and self.options.out is not None:
+            self.options.out.write_text(json.dumps(result))
+        self.say(f"loss {losses[0]:.4f} -> {losses[-1]:.4f} in {num_steps} steps, TP={self.parallel.tp}")
+
+    def _profile(self, target: Path) -> None:
+        """Where the device's time of one step goes."""
+        from torch.profiler import ProfilerActivity, profile
+
+        kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self.has_gpu else [])]
+        with profile(activities=kinds) as found:
+            self._step("profiled step")
+        order = "self_cuda_time_total" if self.has_gpu else "self_cpu_time_total"
+        if self.job.rank == 0:
+            table = found.key_averages().table(
+                sort_by=order, row_limit=60, max_name_column_width=90, top_level_events_only=False
+            )
+            target.write_text(table)
+
+    def _step(self, what: str) -> float:
+        """Seconds of one training step."""
+        self.mark(what)
+        began = time.perf_counter()
+        self.trainer.train_step(self.samples, self.store, "sft")
+        if self.has_gpu:
+            self.torch.cuda.synchronize()
+        return time.perf_counter() - began
+
+    def _release(self) -> None:
+        """Give back what no tensor uses, so that one part's fragments do not bother the next."""
+        gc.collect()
+        if self.has_gpu:
+            self.torch.cuda.empty_cache()
+
+    def _facts(self) -> dict[str, Any]:
+        options, parallel = self.options, self.parallel
+        return {
+            "model": "tiny" if options.tiny else options.model,
+            "layers": self.model_config["text_config"]["num_hidden_layers"],
+            "tp": parallel.tp,
+            "dp": parallel.dp,
+            "ep": parallel.ep,
+            "recompute": options.recompute,
+            "max_tokens": options.tokens,
+            "train_vision": options.train_vision,
+            "transformer_engine": _version("transformer_engine"),
+            "fla": _version("fla"),
+        }
 
     def _work(self) -> dict[str, Any]:
         """Tokens and model FLOPs of one step: packed as the trainer does, padding not counted."""
@@ -189,7 +296,7 @@ class Bench:
         shape = ModelShape.from_config(self.model_config)
         patches = self.trainer._patches
         batch = type(self.trainer)._pack(self.trainer, self.samples)
-        total, tokens, rows, images = 0.0, 0, 0, 0
+        total, tokens, rows, images, largest = 0.0, 0, 0, 0, 0
         for packed in (p for share in batch.micro_batches for p in share if p.num_segments):
             lengths = [
                 end - begin for begin, end in zip(packed.cu_seqlens, packed.cu_seqlens[1:], strict=False)
@@ -204,19 +311,22 @@ class Bench:
             total += flops.training(is_vision_frozen=self.config.freeze_vision)
             tokens += int(sum(lengths))
             rows += packed.num_trained
+            largest = max(largest, packed.num_tokens)
             images += sum(seen) // shape.vision.merge**2
-        return {"flops": total, "tokens": tokens, "rows": rows, "image_tokens": images}
+        return {"flops": total, "tokens": tokens, "rows": rows, "image_tokens": images, "largest": largest}
 
-    def _predicted(self, work: dict[str, Any]) -> int:
+    def _predicted(self, work: dict[str, Any]) -> dict[str, int]:
+        """Bytes by part, for the largest micro-batch of the step."""
         from slime_cua.trainer.plan import Workload, plan
 
         load = Workload(
-            self.options.tokens,
+            work["largest"],
             trained_share=work["rows"] / work["tokens"],
             image_share=work["image_tokens"] / work["tokens"],
             recompute=self.options.recompute,
+            is_vision_frozen=self.config.freeze_vision,
         )
-        return plan(self.model_config, self.parallel, load).total
+        return dict(vars(plan(self.model_config, self.parallel, load)))
 
     def _matrix_rate(self) -> float:
         """FLOP/s of a large bf16 matrix product here."""
@@ -238,6 +348,8 @@ class Bench:
         plain = json.loads(json.dumps(model_config(self.options.model)))
         if self.options.tiny:
             plain["text_config"].update(TINY_TEXT)
+            if "num_experts" in plain["text_config"]:
+                plain["text_config"].update(TINY_EXPERTS)
             plain["vision_config"].update(TINY_VISION)
         wanted = self.options.layers or (4 if self.options.tiny else self._layers_that_fit(plain))
         plain["text_config"]["num_hidden_layers"] = wanted
@@ -259,16 +371,28 @@ class Bench:
     def _folder(self) -> Path:
         """The random model's folder; rank 0 writes it, the others wait."""
         layers = self.model_config["text_config"]["num_hidden_layers"]
-        kind = "tiny" if self.options.tiny else self.options.model
+        kind = "tiny" if self.options.tiny else Path(self.options.model).name
         folder = Path(self.options.scratch) / f"{kind}-{layers}"
-        if self.job.rank == 0 and not (folder / "done").is_file():
-            write_random_folder(folder, self.model_config)
-        deadline = time.monotonic() + 1800
-        while not (folder / "done").is_file():
-            if time.monotonic() > deadline:
-                raise SystemExit(f"{folder} was not written within half an hour")
-            time.sleep(1)
+        done = folder / "done"
+        if self.job.rank == 0 and not done.is_file():
+            self.mark(f"writing {folder}")
+            write_hollow_folder(folder, self.model_config)
+            done.write_text("")
+        while not done.is_file():
+            if time.monotonic() - STARTED > self.options.timeout_s:
+                raise SystemExit(f"{folder} was not written within {self.options.timeout_s:.0f} s")
+            time.sleep(0.2)
         return folder
+
+
+def _version(package: str) -> str:
+    """Of an imported package; "stand-in" for ours, "" for none."""
+    module = sys.modules.get(package)
+    if module is None:
+        return ""
+    return str(getattr(module, "__version__", "stand-in")) + (
+        " stand-in" if hasattr(module, "IS_STANDIN") else ""
+    )
 
 
 def compare(first: Path, second: Path) -> int:
@@ -288,13 +412,24 @@ def _arguments() -> Iterator[tuple[str, dict[str, Any]]]:
     yield "--tokens", {"type": int, "default": 0, "help": "a micro-batch of a rank; default 32768"}
     yield "--microbatches", {"type": int, "default": 2, "help": "a step and data-parallel rank"}
     yield "--tp", {"type": int, "default": 1}
+    yield "--ep", {"type": int, "default": 1}
     yield "--recompute", {"choices": ("none", "selective", "full"), "default": "none"}
-    yield "--steps", {"type": int, "default": 3}
-    yield "--warmup", {"type": int, "default": 2}
+    yield "--train-vision", {"action": "store_true"}
+    yield "--steps", {"type": int, "default": 3, "help": "timed steps of a variant; the median counts"}
+    yield (
+        "--warmup",
+        {"type": int, "default": 2, "help": "before the first variant; each has one more of its own"},
+    )
     yield "--variants", {"default": ",".join(VARIANTS), "help": "comma-separated"}
     yield "--curve", {"type": int, "default": 0, "help": "steps of a loss curve instead of the table"}
-    yield "--out", {"type": Path, "default": None, "help": "JSON file of the curve"}
+    yield "--out", {"type": Path, "default": None, "help": "JSON file of the curve; JSON lines of the table"}
     yield "--compare", {"nargs": 2, "type": Path, "default": None, "help": "two such files"}
+    yield "--stall-s", {"type": float, "default": 120.0, "help": "stacks to standard error after so long"}
+    yield "--timeout-s", {"type": float, "default": 600.0, "help": "of a collective"}
+    yield (
+        "--profile",
+        {"type": Path, "default": None, "help": "file for the table of kernels of one step of all"},
+    )
     yield "--scratch", {"default": "/tmp/bench_train", "help": "where the random model is written"}
 
 

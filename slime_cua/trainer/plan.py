@@ -5,8 +5,10 @@
     optimiser   fp32 master weights and two moments: 12 bytes a trained parameter, over data-parallel ranks when distributed
     activations what a forward keeps for the backward, a layer's table times the layers; with full recompute the layers'
                 inputs and one layer's table
-    transient   the widest tensors of one layer's backward, gathered hidden states, the head's blocks
-    vision      the tower's working set, and all its blocks when it is trained
+    transient   what comes on top at the worst moment: the head, the backward of one layer, or the tower before the layers begin
+    vision      patches and features, and all blocks of the tower when it is trained
+
+The tables say what Transformer Engine, flash-linear-attention and Megatron's fused SwiGLU keep, as their code reads.
 
 Legend: T packed tokens of a micro-batch, R trained rows, P patches, H hidden, F feed-forward width.
 """
@@ -23,10 +25,12 @@ from slime_cua.trainer.layouts import layout_faults
 from slime_cua.trainer.sizes import ModelShape, Parameters, parameters
 
 BF16, FP32 = 2, 4
-HEAD_BLOCK_BYTES = 1 << 30
-"""Blocks of logits of the fused head in its lean setting; `auto` takes twice as much."""
+HEAD_KEEP_BYTES, HEAD_BLOCK_BYTES = 2 << 30, 1 << 30
+"""Of the fused head: at most so much of the logits is kept for the backward; fp32 logits of a block. Source: slime_cua/kernels."""
 H200_BYTES = 141_000_000_000
 """HBM of an H200 by its data sheet. Source: NVIDIA H200 product brief (141 GB)."""
+GDN_CHUNK = 64
+"""Tokens between two states that flash-linear-attention's chunked gated delta rule writes down."""
 USABLE = 0.92
 """Of it: the rest is CUDA context, NCCL buffers and fragmentation."""
 
@@ -89,8 +93,10 @@ def plan(config: Mapping[str, Any], parallel: ParallelConfig, work: Workload) ->
     trained = [(p, count) for p, count in held if not (p.is_vision and work.is_vision_frozen)]
     optimizer = sum(12 * count / _optimizer_ranks(p, parallel, work) for p, count in trained)
     kept, working = _activations(shape, parallel, work)
-    patches = work.num_tokens * work.image_share * shape.vision.merge**2 / parallel.tp
-    transient = _transient(shape, parallel, work)
+    # Each rank has all patches; the tower's work on them is divided.
+    patches = work.num_tokens * work.image_share * shape.vision.merge**2
+    vision, running = _vision(shape, patches, work)
+    transient = _transient(shape, parallel, work, max(0.0, running / parallel.tp - kept - working))
     if work.is_optimizer_offloaded:
         # Moments are there during the update, activations before it: what both need is needed once.
         optimizer = optimizer / 3 + max(0.0, optimizer * 2 / 3 - kept - working - transient)
@@ -100,7 +106,7 @@ def plan(config: Mapping[str, Any], parallel: ParallelConfig, work: Workload) ->
         optimizer=int(optimizer),
         activations=int(kept + working),
         transient=int(transient),
-        vision=int(_vision(shape, patches, work.is_vision_frozen)),
+        vision=int(vision),
     )
 
 
@@ -128,8 +134,10 @@ def largest_micro_batch(
 
 
 def attention_layer(shape: ModelShape) -> tuple[Saved, ...]:
-    """What full attention keeps: the norm's input and output, projections, normalised and rotated heads, output and gate."""
-    heads = shape.queries + shape.keys
+    """What full attention keeps: the norm's input and output, heads as the norms read them, rotated heads, output and gate.
+
+    The projection's own output is given up once its heads are copied apart; values stay in it as a view where there is no gate.
+    """
     gate = (
         (Saved("gate", shape.queries, BF16, "tp"), Saved("gated output", shape.queries, BF16, "tp"))
         if shape.has_output_gate
@@ -138,9 +146,9 @@ def attention_layer(shape: ModelShape) -> tuple[Saved, ...]:
     return (
         Saved("input", shape.hidden, BF16, "sp"),
         Saved("normalised", shape.hidden, BF16, "sp"),
-        Saved("queries, keys, values", shape.query_rows + 2 * shape.keys, BF16, "tp"),
-        Saved("normalised heads", heads, BF16, "tp"),
-        Saved("rotated heads", heads, BF16, "tp"),
+        Saved("queries and keys", shape.queries + shape.keys, BF16, "tp"),
+        Saved("rotated queries and keys", shape.queries + shape.keys, BF16, "tp"),
+        Saved("values", shape.keys, BF16, "tp"),
         Saved("attention output", shape.queries, BF16, "tp"),
         Saved("log-sum-exp", shape.num_heads, FP32, "tp"),
         *gate,
@@ -149,20 +157,18 @@ def attention_layer(shape: ModelShape) -> tuple[Saved, ...]:
 
 def gdn_layer(shape: ModelShape) -> tuple[Saved, ...]:
     """What gated delta net keeps. Its input is gathered over sequence-parallel ranks before the projection, so it is whole."""
-    repeated = 2 * shape.gdn_value_heads * shape.gdn_key_dim
+    heads, keys = shape.gdn_value_heads, shape.gdn_key_heads * shape.gdn_key_dim
     return (
         Saved("input", shape.hidden, BF16, "whole"),
         Saved("normalised", shape.hidden, BF16, "whole"),
-        Saved("projections", shape.gdn_qkv + shape.gdn_values + 2 * shape.gdn_value_heads, BF16, "tp"),
         Saved("convolution input", shape.gdn_qkv, BF16, "tp"),
-        Saved("convolution output", shape.gdn_qkv, BF16, "tp"),
-        Saved("repeated queries and keys", repeated, BF16, "tp"),
-        Saved("normalised queries and keys", repeated, BF16, "tp"),
+        Saved("normalised queries and keys", 2 * keys, BF16, "tp"),
+        Saved("repeated queries and keys", 2 * heads * shape.gdn_key_dim, BF16, "tp"),
         Saved("values", shape.gdn_values, BF16, "tp"),
-        Saved("decay and beta", 3 * shape.gdn_value_heads, FP32, "tp"),
-        Saved("chunk matrix", 64 * shape.gdn_value_heads, BF16, "tp"),
-        Saved("output", shape.gdn_values, BF16, "tp"),
-        Saved("gated output", 2 * shape.gdn_values, BF16, "tp"),
+        Saved("decay and beta", 5 * heads, FP32, "tp"),
+        Saved("chunk matrix", GDN_CHUNK * heads, BF16, "tp"),
+        Saved("output and normalised output", 2 * shape.gdn_values, BF16, "tp"),
+        Saved("gate and gated output", 2 * shape.gdn_values, BF16, "tp"),
     )
 
 
@@ -193,7 +199,6 @@ def ffn_layer(shape: ModelShape, ep: int = 1) -> tuple[Saved, ...]:
 def _swiglu(name: str, width: int, times: int) -> tuple[Saved, ...]:
     return (
         Saved(f"{name} gate and up", 2 * width * times, BF16, "tp"),
-        Saved(f"{name} silu", width * times, BF16, "tp"),
         Saved(f"{name} product", width * times, BF16, "tp"),
     )
 
@@ -226,23 +231,42 @@ def _activations(shape: ModelShape, parallel: ParallelConfig, work: Workload) ->
     return work.num_tokens * kept, 0.0
 
 
-def _transient(shape: ModelShape, parallel: ParallelConfig, work: Workload) -> float:
-    """Gradients of the widest tensors, the gathered hidden states before rows are selected, and the head."""
+def _transient(shape: ModelShape, parallel: ParallelConfig, work: Workload, on_tower: float) -> float:
+    """What comes on top of kept activations at the worst moment. on_tower: what the vision tower needs beyond them."""
     rows = work.num_tokens * work.trained_share
-    widest = max(2 * (shape.ffn or shape.top_k * shape.expert_ffn), shape.query_rows, shape.gdn_qkv)
-    backward = work.num_tokens * BF16 * (2 * widest / parallel.tp + 2 * shape.hidden)
-    embedding = work.num_tokens * shape.hidden * BF16 * 2
-    head = rows * shape.hidden * (BF16 + FP32) + HEAD_BLOCK_BYTES
-    return max(backward, embedding + head)
+    logits = min(HEAD_KEEP_BYTES, rows * shape.vocab * BF16 / parallel.tp)
+    weight = shape.vocab * shape.hidden * BF16 / parallel.tp
+    head = logits + max(HEAD_BLOCK_BYTES, weight) + rows * shape.hidden * (2 * BF16 + FP32)
+    whole = 2 * shape.hidden * BF16
+    layer = max(_backward_width(shape, kind) for kind in set(shape.layers)) * BF16 / parallel.tp
+    return max(head, work.num_tokens * (layer + whole), on_tower)
 
 
-def _vision(shape: ModelShape, patches: float, is_frozen: bool) -> float:
-    """Pixels, features, and a block's tensors: of one block when frozen, of all when trained."""
+def _backward_width(shape: ModelShape, kind: str) -> float:
+    """Numbers a token that the backward of a layer's widest part holds beside what was kept.
+
+    Feed-forward: the gradients of product, gate and up. Attention: of queries (fp32 as well), output and gate. Gated delta net:
+    states and their gradients at the chunks' ends, and its eight tensors of the values' width that are computed again or differentiated.
+    """
+    ffn = 3 * (shape.ffn or shape.top_k * shape.expert_ffn + shape.shared_ffn)
+    if kind == "full_attention":
+        return max(ffn, 6 * shape.queries)
+    states = shape.gdn_value_heads * shape.gdn_key_dim * shape.gdn_value_dim / GDN_CHUNK
+    return max(ffn, 2 * states + 8 * shape.gdn_values)
+
+
+def _vision(shape: ModelShape, patches: float, work: Workload) -> tuple[float, float]:
+    """(kept through the micro-batch, on top while the tower runs): patches in fp32 and features; a block's tensors, attention's
+    rotation in fp32 among them. A trained tower keeps its blocks, with full recompute their inputs only."""
     vision = shape.vision
-    block = BF16 * (4 * vision.hidden + 3 * vision.hidden + 2 * vision.hidden + 2 * vision.ffn)
-    depth = 1 if is_frozen else vision.depth
     features = vision.out_hidden / vision.merge**2 * BF16 * (1 + vision.num_deepstack)
-    return patches * (vision.patch_features * (FP32 + BF16) + block * depth + features)
+    kept = vision.patch_features * FP32 + features
+    running = vision.patch_features * BF16 + 26 * vision.hidden + 2 * vision.hidden * BF16
+    if not work.is_vision_frozen:
+        block = BF16 * (10 * vision.hidden + 2 * vision.ffn)
+        kept += vision.depth * (vision.hidden * BF16 if work.recompute == "full" else block)
+        running = max(running, block)
+    return patches * kept, patches * running
 
 
 def _on_rank(kind: Parameters, parallel: ParallelConfig) -> int:

@@ -46,12 +46,15 @@ def start(config: TrainerConfig, rank: int, world_size: int, address: str, port:
     device = _device(rank)
     torch.set_num_threads(config.num_threads)
     megatron_patches.apply()
+    timeout = datetime.timedelta(seconds=config.timeout_s)
+    # Not by init_method: under torchrun every rank would then wait for a store at this port that none of them opens.
+    store = dist.TCPStore(address, port, world_size, is_master=rank == 0, timeout=timeout)
     dist.init_process_group(
         "nccl" if device.type == "cuda" else "gloo",
-        init_method=f"tcp://{address}:{port}",
+        store=store,
         rank=rank,
         world_size=world_size,
-        timeout=datetime.timedelta(seconds=config.timeout_s),
+        timeout=timeout,
     )
     from megatron.core import mpu, tensor_parallel
 

@@ -33,6 +33,12 @@ def group(folder: Path) -> Iterator[LocalTrainerGroup]:
         yield trainer
 
 
+def test_ranks_meet_also_where_torchrun_keeps_a_store_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    with LocalTrainerGroup(TrainerConfig(parallel=ParallelConfig(dp=2), timeout_s=60.0)) as trainer:
+        assert trainer.call_all("finish_save") == [None, None]
+
+
 def test_a_bf16_step_moves_the_language_model_and_leaves_a_frozen_vision_tower(
     group: LocalTrainerGroup, folder: Path, tmp_path: Path
 ) -> None:

@@ -27,7 +27,11 @@ PREPROCESSOR = {
 
 
 def make_qwen35(
-    folder: Path, layer_types: tuple[str, ...] = FULL, vocab_size: int = 384, is_tied: bool = True
+    folder: Path,
+    layer_types: tuple[str, ...] = FULL,
+    vocab_size: int = 384,
+    is_tied: bool = True,
+    linear_head_dim: int = 16,
 ) -> Path:
     """A Qwen3_5ForConditionalGeneration folder: hidden 64, 4 heads over 2, vision depth 2; bf16 weights."""
     from transformers import Qwen3_5Config, Qwen3_5ForConditionalGeneration
@@ -44,8 +48,8 @@ def make_qwen35(
             "head_dim": 32,
             "linear_num_key_heads": 2,
             "linear_num_value_heads": 4,
-            "linear_key_head_dim": 16,
-            "linear_value_head_dim": 16,
+            "linear_key_head_dim": linear_head_dim,
+            "linear_value_head_dim": linear_head_dim,
             "max_position_embeddings": 4096,
             "tie_word_embeddings": is_tied,
             "rope_parameters": {

@@ -13,6 +13,7 @@ from slime_cua.trainer.plan import (
     attention_layer,
     bytes_per_token,
     ffn_layer,
+    gdn_layer,
     largest_micro_batch,
     plan,
 )
@@ -133,15 +134,19 @@ def test_experts_are_spread_over_ep_and_their_optimiser_over_the_ranks_that_shar
 
 
 def test_a_layers_activations_are_the_hand_worked_ones():
-    """27B attention layer, one rank. input and norm 2 x 10240; q with gate 24576, k and v 4096; heads twice 14336; output,
-    gate, gated output 3 x 12288; log-sum-exp 96. Feed-forward: 2 x 10240, 69632 + 34816 + 34816."""
+    """27B, one rank. Attention: input and norm 2 x 10240; queries and keys 12288 + 2048, twice; values 2048; output, gate, gated
+    output 3 x 12288; log-sum-exp 96. Feed-forward: 2 x 10240, 69632 + 34816. Gated delta net: input and norm 2 x 10240; into the
+    convolution 20480; queries and keys 8192, repeated 24576; values 12288; decay 960; matrix 6144; 4 x 12288 of output and gate."""
     shape = ModelShape.from_config(DENSE)
     one = ParallelConfig()
-    assert bytes_per_token(attention_layer(shape), one) == 20480 + 24576 + 4096 + 28672 + 36864 + 96
-    assert bytes_per_token(ffn_layer(shape), one) == 20480 + 69632 + 34816 + 34816
+    assert bytes_per_token(attention_layer(shape), one) == 20480 + 28672 + 2048 + 36864 + 96
+    assert bytes_per_token(ffn_layer(shape), one) == 20480 + 69632 + 34816
+    gdn = 20480 + 20480 + 8192 + 24576 + 12288 + 960 + 6144 + 49152
+    assert bytes_per_token(gdn_layer(shape), one) == gdn
     two = ParallelConfig(tp=2, sequence_parallel=True)
-    assert bytes_per_token(ffn_layer(shape), two) == (20480 + 139264) / 2
-    assert bytes_per_token(ffn_layer(shape), ParallelConfig(tp=2)) == 20480 + 139264 / 2
+    assert bytes_per_token(gdn_layer(shape), two) == 20480 + (gdn - 20480) / 2
+    assert bytes_per_token(ffn_layer(shape), two) == (20480 + 104448) / 2
+    assert bytes_per_token(ffn_layer(shape), ParallelConfig(tp=2)) == 20480 + 104448 / 2
 
 
 def test_full_recompute_keeps_the_layers_inputs_and_one_layer():
