@@ -23,6 +23,7 @@ SPECIAL_TOKENS = (
     "<tool_call>",
     "</tool_call>",
 )
+ROTATED_SHARE = 0.25
 _CORPUS = (
     "press the blue button, then close the dialog",
     "write the number shown on the screen into the file",
@@ -42,8 +43,12 @@ class RandomModelSpec:
     vision_hidden: int = 128
     vision_depth: int = 3
     vocab: int = 640
+    vision_heads: int = 4
     layer_types: tuple[str, ...] = ()
     """Empty: full attention everywhere. Else one of full_attention, linear_attention a layer."""
+    linear_key_heads: int = 2
+    linear_value_heads: int = 4
+    linear_head_dim: int = 32
     num_experts: int = 0
     """A mixture of so many experts, two a token and a shared one, in each layer; 0: dense."""
     init_std: float = 0.06
@@ -69,8 +74,28 @@ def write_random_model(folder: Path, spec: RandomModelSpec | None = None) -> Pat
             elif "norm" in name and name.endswith("weight"):
                 torch.nn.init.normal_(parameter, mean=parameter.mean().item(), std=0.1)
     model.save_pretrained(folder)
+    _name_what_others_read(folder)
     _write_processor(folder)
     return folder
+
+
+def _name_what_others_read(folder: Path) -> None:
+    """SGLang derives the layers' kinds from an interval and asks for both fields; transformers writes neither."""
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    kinds = config["text_config"]["layer_types"]
+    interval = 1 + next((i for i, kind in enumerate(kinds) if kind == "full_attention"), len(kinds))
+    config["text_config"]["full_attention_interval"] = interval
+    config["vision_config"]["deepstack_visual_indexes"] = []
+    path.write_text(json.dumps(config, indent=2))
+
+
+def _mrope_section(head_dim: int) -> list[int]:
+    """Rotated pairs for time, height and width, as even as they go; Qwen3.5's [11, 11, 10] at 256."""
+    pairs = int(head_dim * ROTATED_SHARE) // 2
+    time = -(-pairs // 3)
+    height = -(-(pairs - time) // 2)
+    return [time, height, pairs - time - height]
 
 
 def _config(spec: RandomModelSpec, ids: dict[str, int], vocab: int) -> Any:
@@ -92,26 +117,26 @@ def _config(spec: RandomModelSpec, ids: dict[str, int], vocab: int) -> Any:
         "num_key_value_heads": spec.kv_heads,
         "head_dim": spec.head_dim,
         "layer_types": list(spec.layer_types) or ["full_attention"] * spec.layers,
-        "linear_num_key_heads": 2,
-        "linear_num_value_heads": 4,
-        "linear_key_head_dim": 32,
-        "linear_value_head_dim": 32,
+        "linear_num_key_heads": spec.linear_key_heads,
+        "linear_num_value_heads": spec.linear_value_heads,
+        "linear_key_head_dim": spec.linear_head_dim,
+        "linear_value_head_dim": spec.linear_head_dim,
         "max_position_embeddings": 32768,
         "eos_token_id": ids["<|im_end|>"],
         "pad_token_id": ids["<|endoftext|>"],
         "rope_parameters": {
             "rope_type": "default",
             "rope_theta": 1e6,
-            "mrope_section": [3, 3, 2],
+            "mrope_section": _mrope_section(spec.head_dim),
             "mrope_interleaved": True,
-            "partial_rotary_factor": 0.25,
+            "partial_rotary_factor": ROTATED_SHARE,
         },
     }
     vision = {
         "depth": spec.vision_depth,
         "hidden_size": spec.vision_hidden,
         "intermediate_size": 2 * spec.vision_hidden,
-        "num_heads": 4,
+        "num_heads": spec.vision_heads,
         "patch_size": 16,
         "spatial_merge_size": 2,
         "temporal_patch_size": 2,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 
@@ -20,6 +21,8 @@ SGLANG_FLAGS = (
     "--skip-server-warmup",
 )
 """Seen working with the pinned set; `engine.extra_args` come later and win."""
+
+STATES_A_REQUEST = 4
 
 
 def embedded_command(
@@ -60,5 +63,17 @@ def sglang_command(config: EngineConfig, model: Path, host: str, port: int, vers
         f"--max-running-requests={config.max_batch}",
         f"--weight-version={version}",
         *SGLANG_FLAGS,
+        *_state_pool_flags(model, config.max_batch),
         *config.extra_args,
     ]
+
+
+def _state_pool_flags(model: Path, max_batch: int) -> list[str]:
+    """SGLang sizes the pool of recurrent states by a state's bytes, and stops at start where Qwen3.5 has no such layer
+    (models/tiny_base): there the number is given instead."""
+    path = model / "config.json"
+    text = json.loads(path.read_text()).get("text_config", {}) if path.is_file() else {}
+    kinds = text.get("layer_types") or ["linear_attention"]
+    if not str(text.get("model_type", "")).startswith("qwen3_5") or "linear_attention" in kinds:
+        return []
+    return [f"--max-mamba-cache-size={STATES_A_REQUEST * max_batch}"]

@@ -27,6 +27,17 @@ class EngineConfig(ConfigModel):
     start_timeout_s: float = 300.0
     request_timeout_s: float = 600.0
 
+    @model_validator(mode="after")
+    def _urls_and_arguments_fit_the_kind(self) -> EngineConfig:
+        if (self.kind == "external") != bool(self.urls):
+            raise ValueError("kind = external needs urls, and urls need kind = external")
+        if self.kind == "sglang" and "--enable-deterministic-inference" in self.extra_args:
+            raise ValueError(
+                "extra_args: --enable-deterministic-inference gives every request without a seed the same one: all "
+                "episodes of a group would be alike; take it out"
+            )
+        return self
+
 
 class SamplingConfig(ConfigModel):
     temperature: float = Field(0.5, gt=0)
