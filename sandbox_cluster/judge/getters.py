@@ -15,7 +15,14 @@ from typing import Any
 
 from sandbox_cluster.api import Settle
 from sandbox_cluster.guest.pyautogui import compile_program
-from sandbox_cluster.judge import getter_browser, getter_chrome, getter_sites, getter_windows, relative_time
+from sandbox_cluster.judge import (
+    getter_browser,
+    getter_chrome,
+    getter_probes,
+    getter_sites,
+    getter_windows,
+    relative_time,
+)
 from sandbox_cluster.judge.scene import Argument, Inputs, Scene
 from sandbox_cluster.providers.base import VLC_PORT
 from slime_cua.core.errors import TaskError
@@ -228,5 +235,6 @@ FUNCTIONS: dict[str, Getter] = {
     **getter_browser.FUNCTIONS,
     **getter_sites.FUNCTIONS,
     **getter_windows.FUNCTIONS,
+    **getter_probes.FUNCTIONS,
 }
 """Getter -> what fetches it; the same names as in kinds.GETTERS."""

@@ -68,25 +68,30 @@ GETTERS: dict[str, tuple[str, ...]] = {
     "is_all_docx_in_archive": ("folder_path",),
     "all_png_file_names": ("folder_path", "file_path"),
     "is_file_hidden": ("file_path",),
+    "is_details_view": ("folder_path",),
+    "are_files_sorted_by_modified_time": ("directory",),
+    "is_directory_read_only_for_user": ("directory", "user"),
+    "check_if_timer_started": ("hours", "minutes", "seconds"),
+    "check_if_world_clock_exists": ("city", "country"),
+    "vm_library_folders": ("library_name",),
+    "are_all_images_tagged": ("directory", "tag"),
+    "is_red_circle_present_on_canvas": ("filepath",),
+    "zipped_folder_in_desktop": ("filename", "password"),
+    "desktop_background": (),
+    "system_notifications": (),
+    "storage_sense_run_frequency": (),
+    "night_light_state": (),
+    "system_timezone": (),
+    "validate_pwa_installed": (),
 }
 """Getter -> parameters that must be there."""
 _ACCOUNT = "it needs a Google account"
-_PROBE = "it asks a probe of WindowsAgentArena's own server; write the check as vm_command_line"
 REFUSED_GETTERS: dict[str, str] = {
     "googledrive_file": _ACCOUNT,
     "replay": "it acts instead of looking; use postconfig",
     "conference_city_in_order": "it reads a file of the caller's machine; use vm_file and compare_conference_city_in_order",
     "calc_insensitive_md5": "no version of OSWorld has it",
-    **dict.fromkeys(
-        ( "is_red_circle_present_on_canvas", "is_details_view",
-            "vm_library_folders", "is_directory_read_only_for_user", "are_all_images_tagged",
-            "are_files_sorted_by_modified_time", "zipped_folder_in_desktop", "check_if_world_clock_exists",
-            "check_if_timer_started", "desktop_background", "system_timezone", "system_notifications",
-            "storage_sense_run_frequency", "night_light_state", "validate_pwa_installed",
-        ),
-        _PROBE,
-    ),
-}  # fmt: skip
+}
 """Getter -> why this build does not have it."""
 REFUSED_METRICS: dict[str, str] = {
     "compare_image_text": "it reads text from pictures by easyocr, which needs torch",

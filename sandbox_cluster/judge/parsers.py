@@ -177,6 +177,58 @@ def png_size(path: str | None) -> list[int] | None:
     return [int.from_bytes(head[16:20], "big"), int.from_bytes(head[20:24], "big")]
 
 
+def library_folders(path: str | None) -> list[str] | None:
+    """Folders of a Windows library (.library-ms), sorted."""
+    space = "{http://schemas.microsoft.com/windows/2009/library}"
+    place = f"{space}searchConnectorDescriptionList/{space}searchConnectorDescription/{space}simpleLocation/{space}url"
+    try:
+        root = ElementTree.parse(str(path)).getroot()
+    except (*BROKEN, ElementTree.ParseError):
+        return None
+    return sorted(folder.text or "" for folder in root.findall(place))
+
+
+def has_tag(path: str | None, tag: str) -> bool:
+    """Is `tag` part of any value in the picture's EXIF data? Windows writes tags as UTF-16 bytes."""
+    from PIL import Image
+
+    try:
+        with Image.open(str(path)) as image:
+            exif = image.getexif()
+            values = [*exif.values(), *exif.get_ifd(0x8769).values()]
+    except (*BROKEN, SyntaxError):
+        return False
+    return any(tag in _exif_text(value) for value in values)
+
+
+def _exif_text(value: Any) -> str:
+    if isinstance(value, tuple):
+        is_bytes = all(isinstance(one, int) and 0 <= one < 256 for one in value)
+        return _exif_text(bytes(value)) if is_bytes else " ".join(map(_exif_text, value))
+    return value.decode("utf-16-le", errors="ignore") if isinstance(value, bytes) else str(value)
+
+
+def has_red_circle(path: str | None) -> bool:
+    """Is the square around the picture's red pixels, at their mean distance from their middle, white to more than 80 %?"""
+    import numpy
+    from PIL import Image
+
+    try:
+        with Image.open(str(path)) as image:
+            pixels = numpy.asarray(image.convert("RGB"))
+    except (*BROKEN, SyntaxError):
+        return False
+    is_red = (pixels[..., 0] >= 150) & (pixels[..., 1:] <= 100).all(axis=-1)
+    rows, columns = numpy.nonzero(is_red)
+    if not rows.size:
+        return False
+    row, column = rows.mean(), columns.mean()
+    radius = int(numpy.hypot(rows - row, columns - column).mean())
+    top, left = max(0, int(row - radius)), max(0, int(column - radius))
+    square = pixels[top : int(row + radius), left : int(column + radius)]
+    return bool(square.size) and bool((square >= 200).all(axis=-1).mean() > 0.8)
+
+
 def member(path: str | None, name: str) -> str | None:
     """A member of a ZIP archive, unpacked."""
     try:

@@ -31,17 +31,20 @@ class GatewayDesktops:
 
     @asynccontextmanager
     async def lease(self, task: Task, episode_id: str) -> AsyncIterator[DesktopPort]:
-        """A clean desktop until the block ends. The key is fresh: an episode played again must not get the old desktop.
+        """A clean desktop until the block ends, of the task's `metadata["os"]` where it has one (else the config's). The key
+        is fresh: an episode played again must not get the old desktop.
 
         While other episodes have desktops it queues again for one, however long: after the loss of a host there are fewer
         desktops than episodes, and that makes a run slow, not wrong. Raises SandboxError when nobody had one and none
         became free within acquire_timeout_s.
         """
+        system = task.metadata.get("os") or self._requirements.os
+        requirements = self._requirements.model_copy(update={"os": system})
         async with AsyncExitStack() as stack:
             while True:
                 key, given_back = f"{episode_id}-{secrets.token_hex(8)}", self._num_given_back
                 lease = self._client.lease(
-                    key=key, task_id=task.id, episode_id=episode_id, requirements=self._requirements
+                    key=key, task_id=task.id, episode_id=episode_id, requirements=requirements
                 )
                 try:
                     sandbox = await stack.enter_async_context(lease)

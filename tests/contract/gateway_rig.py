@@ -7,7 +7,7 @@ import contextlib
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import httpx
 
@@ -61,9 +61,12 @@ class Rig:
         spares: int = 1,
         size: tuple[int, int] = SIZE,
         tags: tuple[str, ...] = (),
+        os: Literal["ubuntu", "windows"] = "ubuntu",
         **health: float,
     ) -> AsyncIterator[Machine]:
-        config = SandboxConfig(provider="fake", num_desktops=slots, num_spares=spares, screen_wh_px=size)
+        config = SandboxConfig(
+            provider="fake", num_desktops=slots, num_spares=spares, screen_wh_px=size, os=os
+        )
         provider = FakeProvider(config, self.folder, host_id)
         sock = bind("127.0.0.1", 0)
         host = assemble(

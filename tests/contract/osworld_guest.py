@@ -25,6 +25,8 @@ import zlib
 
 HOME = os.environ.get("HOME", "/home/user")
 LOG = os.path.join(HOME, "events.log")
+PROBES = "/home/user/probes.json"
+"""With --windows: {path: [the body it must be asked with, the status it answers]}."""
 PYAUTOGUI = """
 import os
 FAILSAFE, PAUSE = True, 0.1
@@ -104,12 +106,23 @@ class Guest(http.server.BaseHTTPRequestHandler):
 
     def do_POST(self):
         path = self.path.split("?")[0].removeprefix("/setup")
+        if self.options.windows and path in (probes := self.probes()):
+            body, status = probes[path]
+            self.reply({"status": "-"}, status if json.loads(self.body()) == body else 418)
+            return
         handler = getattr(self, "post" + path.replace("/", "_"), None)
         if handler is None or (self.options.windows and path in ("/run_python", "/run_bash_script")):
             self.body()
             self.reply({"error": "no such path"}, 404)
             return
         handler()
+
+    def probes(self):
+        try:
+            with open(PROBES) as file:
+                return json.load(file)
+        except OSError:
+            return {}
 
     def post_screen_size(self):
         self.body()

@@ -1,4 +1,5 @@
-"""A run with fewer desktops than episodes, after the loss of a host say, is slow and not wrong; with none it says so."""
+"""A run with fewer desktops than episodes, after the loss of a host say, is slow and not wrong; with none it says so. Tasks
+get desktops of their own system."""
 
 import asyncio
 
@@ -46,4 +47,18 @@ async def test_without_any_desktop_the_wait_ends_with_a_sentence(tmp_path):
         with pytest.raises(SandboxError, match=r"no desktop became free within 0\.\d+ s"):
             async with asyncio.timeout(60), desktops.lease(TASK, "e"):
                 pass
+        await desktops.close()
+
+
+async def test_a_windows_task_waits_for_a_windows_desktop_and_gets_no_other(tmp_path):
+    rig = Rig(tmp_path)
+    windows = TASK.model_copy(update={"metadata": {"os": "windows"}})
+    async with rig.gateway(), rig.host("linux", slots=2), asyncio.timeout(60):
+        desktops = desktops_of(rig, acquire_timeout_s=0.5)
+        with pytest.raises(SandboxError, match=r"no host fits the requirements .*'windows'"):
+            async with desktops.lease(windows, "too early"):
+                pass
+        async with rig.host("win", slots=2, os="windows"):
+            async with desktops.lease(windows, "e1") as there, desktops.lease(TASK, "e2") as here:
+                assert (there.lease.host_id, here.lease.host_id) == ("win", "linux")
         await desktops.close()

@@ -13,13 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from PIL import Image, ImageDraw
 
 from sandbox_cluster.guest.png import encode_solid
 from sandbox_cluster.guest.server import create_app
 from sandbox_cluster.judge import kinds
 from sandbox_cluster.judge.getter_sites import macys_filters
 from sandbox_cluster.judge.getters import FUNCTIONS, Inputs, Scene, fetch
-from sandbox_cluster.judge.jail import Jail, JailConfig
+from sandbox_cluster.judge.jail import Jail, JailConfig, default_site
 from sandbox_cluster.providers.base import CDP_PORT, VLC_PORT
 from sandbox_cluster.providers.desktop import Desktop
 from sandbox_cluster.providers.fake import FakeProvider
@@ -111,6 +112,20 @@ async def test_a_pictures_size_is_read_in_the_jail(desktop: Desktop) -> None:
     for path, right in (("p.png", True), ("q.png", False), ("gone.png", False)):
         given = await got(desktop, "image_dimension_matches_input", filepath=f"/home/user/{path}", **asked)
         assert given["value"] is right, path
+
+
+@needs_jail
+@pytest.mark.skipif(not default_site(), reason="the jail's Python has no Pillow: another version than ours")
+async def test_a_picture_with_a_circle_is_looked_at_in_the_jail(desktop: Desktop) -> None:
+    image, buffer = Image.new("RGB", (200, 200), "white"), io.BytesIO()
+    ImageDraw.Draw(image).ellipse((50, 50, 150, 150), outline="red", width=2)
+    image.save(buffer, "PNG")
+    await desktop.put_file("/home/user/p.png", buffer.getvalue())
+    for path, right in (("p.png", True), ("gone.png", False)):
+        view = scene(desktop)
+        view.jail = Jail()
+        await fetch(view, {"type": "is_red_circle_present_on_canvas", "filepath": f"/home/user/{path}"})
+        assert view.inputs.arguments == [{"value": right}], path
 
 
 @needs_jail
