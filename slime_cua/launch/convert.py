@@ -1,4 +1,4 @@
-"""`slime-cua convert`: Hugging Face folders to Megatron checkpoints, through a trainer, and back, a layer at a time."""
+"""`slime-cua convert`: Hugging Face folders to Megatron checkpoints and back, a layer at a time."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 
 EXAMPLES = """
-  slime-cua convert to-megatron --hf models/tiny --out runs/start --tp 2
+  slime-cua convert to-megatron --hf models/tiny --out runs/start
   slime-cua convert to-hf --checkpoint runs/mine/checkpoints --hf models/tiny --out models/trained
 """
 
@@ -20,13 +20,9 @@ def main(arguments: list[str]) -> int:
         saved, source, target = Path(options.checkpoint), Path(options.hf), Path(options.out)
         print(f"step {stream_to_hf(saved, source, target, options.dtype, shows_progress=True)} -> {target}")
         return 0
-    from slime_cua.config.trainer import ParallelConfig, TrainerConfig
-    from slime_cua.trainer.group import LocalTrainerGroup
+    from slime_cua.trainer.stream_import import stream_to_megatron
 
-    config = TrainerConfig(parallel=ParallelConfig(tp=options.tp), dtype=options.dtype)
-    with LocalTrainerGroup(config) as trainer:
-        trainer.call("load", options.hf)
-        print(trainer.call("save", options.out, 0))
+    print(stream_to_megatron(Path(options.hf), Path(options.out), options.dtype, shows_progress=True))
     return 0
 
 
@@ -38,7 +34,9 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     ways = parser.add_subparsers(dest="way", required=True)
-    start = ways.add_parser("to-megatron", help="a checkpoint that a run of any TP and DP can resume from")
+    start = ways.add_parser(
+        "to-megatron", help="weights as a checkpoint that a trainer of any layout can start from"
+    )
     start.add_argument("--hf", required=True, help="Hugging Face checkpoint folder")
     start.add_argument("--out", required=True, help="folder that gets step_00000000")
     start.add_argument("--dtype", choices=("fp32", "bf16"), default="bf16", help="dtype of the weights")
@@ -51,5 +49,4 @@ def _parser() -> argparse.ArgumentParser:
     )
     end.add_argument("--out", required=True, help="Hugging Face folder to write")
     end.add_argument("--dtype", choices=("source", "fp32", "bf16"), default="source", help="dtype written")
-    start.add_argument("--tp", type=int, default=1, help="tensor-parallel size of the conversion")
     return parser

@@ -43,6 +43,8 @@ from slime_cua.trainer.save_strategy import Jobs, save_strategy
 __all__ = ["latest", "restore", "save", "save_later", "step_folder", "target_dtype", "write_hf"]
 LAYERS_APART = "layers_apart"
 """In the manifest: each layer has names of its own, so that one can be read without the others. Older checkpoints stack alike layers."""
+HAS_OPTIMIZER = "has_optimizer"
+"""In the manifest: false for weights alone, as a conversion writes them. Not there: it has one."""
 _DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F64": torch.float64}
 _NAMED = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -123,9 +125,9 @@ def _prepare(
     def collect() -> None:
         dist_checkpointing.save(state, str(draft), save_strategy(later if group is not None else None, group))
 
-    _together(make_room, what)
+    together(make_room, what)
     state = _state(model, optimizer, facts, is_loading=False)
-    _together(collect, what)
+    together(collect, what)
     own: dict[str, Any] = {**_rank_state(layout), "kept": {} if kept is None else kept.state_dict()}
     if group is not None:
         own = copy.deepcopy(own)
@@ -137,23 +139,28 @@ def _prepare(
 
     def finish() -> None:
         if layout.rank == 0:
-            files = {p.name: p.stat().st_size for p in sorted(draft.iterdir())}
-            manifest = {**facts, "files": files, "crc32": dict(sorted(sums.items()))}
-            write_atomic(draft / MANIFEST, json.dumps(manifest, indent=1).encode())
-            publish(draft, target)
+            publish_checkpoint(draft, target, facts, sums)
             prune(folder, keep)
 
     sums: dict[str, str] = {}
 
     def write_and_publish() -> None:
-        _together(write, what, group)
-        sums.update(_checksums(draft, layout, group))
-        _together(finish, what, group)
+        together(write, what, group)
+        sums.update(checksums(draft, layout, group))
+        together(finish, what, group)
 
     return target, write_and_publish
 
 
-def _checksums(draft: Path, layout: Layout, group: Any) -> dict[str, str]:
+def publish_checkpoint(draft: Path, target: Path, facts: Mapping[str, Any], sums: Mapping[str, str]) -> None:
+    """Write the manifest of a draft and put it in its place. sums: of `checksums`."""
+    files = {p.name: p.stat().st_size for p in sorted(draft.iterdir())}
+    manifest = {**facts, "files": files, "crc32": dict(sorted(sums.items()))}
+    write_atomic(draft / MANIFEST, json.dumps(manifest, indent=1).encode())
+    publish(draft, target)
+
+
+def checksums(draft: Path, layout: Layout, group: Any) -> dict[str, str]:
     """Of every file of a draft, each rank its share. A collective."""
     names = sorted(path.name for path in draft.iterdir())
     mine = {name: checksum(draft / name) for name in names[layout.rank :: layout.world_size]}
@@ -188,16 +195,20 @@ def _restore(
     from torch.distributed.checkpoint.api import CheckpointException
 
     mine = sorted(manifest["files"])[layout.rank :: layout.world_size]
-    _together(lambda: check_checksums(path, manifest, mine), "", is_saving=False)
-    state = _state(model, optimizer, manifest, is_loading=True)
+    together(lambda: check_checksums(path, manifest, mine), "", is_saving=False)
+    has_optimizer = bool(manifest.get(HAS_OPTIMIZER, True))
+    state = _state(model, optimizer if has_optimizer else None, manifest, is_loading=True)
     try:
         loaded = dist_checkpointing.load(state, str(path), strict=StrictHandling.RAISE_ALL)
     except (CheckpointingException, CheckpointException, KeyError, RuntimeError, ValueError) as error:
         raise CheckpointError(f"{path} does not fit this model: {error}") from error
     model.module.load_state_dict(loaded["model"])
     model.forget_images()
-    optimizer.megatron.load_state_dict(loaded["optimizer"])
-    optimizer.num_steps = int(manifest["optimizer_steps"])
+    if has_optimizer:
+        optimizer.megatron.load_state_dict(loaded["optimizer"])
+        optimizer.num_steps = int(manifest["optimizer_steps"])
+    else:
+        optimizer.start_anew()
     own_file = path / f"rank_{layout.rank:05d}.pt"
     if manifest["world_size"] == layout.world_size and own_file.is_file():
         own = torch.load(own_file, weights_only=False)
@@ -216,12 +227,14 @@ def layout_of(manifest: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _state(
-    model: PolicyModel, optimizer: Optimizer, manifest: Mapping[str, Any], is_loading: bool
+    model: PolicyModel, optimizer: Optimizer | None, manifest: Mapping[str, Any], is_loading: bool
 ) -> dict[str, Any]:
-    """Sharded views of weights and optimiser, as `manifest` says they are laid out."""
-    optimizer.allocate_state()
+    """Sharded views of weights and optimiser (None: of weights alone), as `manifest` says they are laid out."""
     metadata = layout_of(manifest)
     weights = model.module.sharded_state_dict(metadata=metadata)
+    if optimizer is None:
+        return {"model": weights}
+    optimizer.allocate_state()
     moments = optimizer.megatron.sharded_state_dict(weights, is_loading=is_loading, metadata=metadata)
     return {"model": weights, "optimizer": moments}
 
@@ -272,7 +285,7 @@ def write_hf(
             for _ in tensors:  # the others wait in its collectives
                 pass
 
-    _together(write, f"Hugging Face folder {target}")
+    together(write, f"Hugging Face folder {target}")
 
 
 def _write_folder(
@@ -301,7 +314,7 @@ def _write_folder(
     publish(draft, target)
 
 
-def _together(work: Callable[[], None], what: str, group: Any = None, is_saving: bool = True) -> None:
+def together(work: Callable[[], None], what: str, group: Any = None, is_saving: bool = True) -> None:
     """Run `work` on every rank; when it fails on one, CheckpointError on all. Nobody is left waiting."""
     failure: Exception | None = None
     try:

@@ -98,6 +98,15 @@ class Optimizer:
                         "exp_avg_sq": torch.zeros_like(parameter),
                     }
 
+    def start_anew(self) -> None:
+        """As after the constructor, around the weights that the model has now: no moments, no steps taken."""
+        for part in getattr(self.megatron, "chained_optimizers", [self.megatron]):
+            part.optimizer.state.clear()
+            for group in part.optimizer.param_groups:
+                group.pop("step", None)
+        self.megatron.reload_model_params()
+        self.num_steps = 0
+
     def reduce_gradients(self) -> None:
         """Sum gradients over data-parallel ranks and complete partial ones over tensor-parallel ranks. A collective."""
         from megatron.core.distributed import finalize_model_grads

@@ -1,4 +1,4 @@
-"""The conversion commands give a folder back byte for byte, at another TP than it went in, in little memory on the way back."""
+"""The conversion commands give a folder back byte for byte, also through a trainer of another layout, in little memory both ways."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from slime_cua.config.trainer import OptimizerConfig, ParallelConfig, TrainerConfig
 from slime_cua.core.errors import CheckpointError
 from slime_cua.launch.convert import main
+from slime_cua.trainer.group import LocalTrainerGroup
 from tests.numerics.tiny_models import (
     FULL,
     HYBRID,
@@ -21,6 +23,7 @@ from tests.numerics.tiny_models import (
     make_qwen35_moe,
     store_experts,
 )
+from tests.numerics.trainer_cases import make_samples
 
 ROOT = Path(__file__).parents[2]
 
@@ -31,19 +34,36 @@ pytestmark = [
 ]
 
 
-def there_and_back(source: Path, scratch: Path, *options: str) -> tuple[dict[str, bytes], dict[str, bytes]]:
-    assert main(["to-megatron", "--hf", str(source), "--out", str(scratch / "run"), *options]) == 0
+def files_of(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def there_and_back(source: Path, scratch: Path) -> tuple[dict[str, bytes], dict[str, bytes]]:
+    assert main(["to-megatron", "--hf", str(source), "--out", str(scratch / "run")]) == 0
     back = ["--checkpoint", str(scratch / "run"), "--hf", str(source), "--out", str(scratch / "back")]
     assert main(["to-hf", *back]) == 0
-    files = {path.name: path.read_bytes() for path in source.iterdir()}
-    return {path.name: path.read_bytes() for path in (scratch / "back").iterdir()}, files
+    return files_of(scratch / "back"), files_of(source)
 
 
-def test_hugging_face_to_megatron_at_tp2_and_back_at_tp1_is_byte_equal(tmp_path: Path) -> None:
-    found, wanted = there_and_back(
-        make_qwen35(tmp_path / "source", HYBRID, is_tied=False), tmp_path, "--tp", "2"
-    )
+def test_a_converted_folder_starts_a_trainer_at_tp2_anew_and_comes_back_byte_equal(tmp_path: Path) -> None:
+    source = make_qwen35(tmp_path / "source", HYBRID, is_tied=False)
+    found, wanted = there_and_back(source, tmp_path)
     assert found == wanted
+    samples, store = make_samples()
+    config = TrainerConfig(
+        parallel=ParallelConfig(tp=2), max_tokens_per_rank=512, optimizer=OptimizerConfig(lr=1e-3)
+    )
+    with LocalTrainerGroup(config, start_timeout_s=600) as trainer:
+        trainer.call("load", source)
+        runs = []
+        for _ in range(2):
+            runs.append([trainer.call("train_step", samples, store, "sft") for _ in range(3)])
+            assert trainer.call("restore", tmp_path / "run") == 0
+        trainer.call("export_hf", tmp_path / "exported")
+    assert files_of(tmp_path / "exported") == wanted
+    for first, second in zip(*runs, strict=True):
+        assert second["sft/loss"] == first["sft/loss"]
+        assert second["sft/grad_norm"] == first["sft/grad_norm"]
 
 
 @pytest.mark.parametrize(
@@ -96,25 +116,30 @@ MEASURE = """
 import sys
 from pathlib import Path
 from slime_cua.trainer.stream_export import stream_to_hf
+from slime_cua.trainer.stream_import import stream_to_megatron
 
 def status(key):
     line = next(x for x in Path("/proc/self/status").read_text().splitlines() if x.startswith(key))
     return int(line.split()[1]) << 10
 
-run, source, scratch = map(Path, sys.argv[1:])
-stream_to_hf(run, source, scratch / "first")
-before = status("VmRSS")
-Path("/proc/self/clear_refs").write_text("5")
-stream_to_hf(run, source, scratch / "second")
-print("PEAK", status("VmHWM") - before)
+source, scratch = map(Path, sys.argv[1:])
+ways = {
+    "in": lambda turn: stream_to_megatron(source, scratch / f"run{turn}"),
+    "out": lambda turn: stream_to_hf(scratch / f"run{turn}", source, scratch / f"back{turn}"),
+}
+for name, convert in ways.items():
+    convert(0)
+    before = status("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")
+    convert(1)
+    print("PEAK", name, status("VmHWM") - before)
 """
 
 
-def test_the_way_back_takes_less_than_twice_the_largest_shard(tmp_path: Path) -> None:
+def test_both_ways_take_less_than_twice_the_largest_shard(tmp_path: Path) -> None:
     source = make_large(tmp_path / "source")
     shards = [path.stat().st_size for path in source.glob("*.safetensors")]
     assert len(shards) >= 3
-    assert main(["to-megatron", "--hf", str(source), "--out", str(tmp_path / "run")]) == 0
     # Freed memory goes back at once, so that the second run's peak is its own.
     environment = {
         **os.environ,
@@ -125,14 +150,19 @@ def test_the_way_back_takes_less_than_twice_the_largest_shard(tmp_path: Path) ->
         "MALLOC_TRIM_THRESHOLD_": "65536",
     }
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", MEASURE, str(tmp_path / "run"), str(source), str(tmp_path)],
+        [sys.executable, "-W", "ignore", "-c", MEASURE, str(source), str(tmp_path)],
         env=environment,
         capture_output=True,
         text=True,
         timeout=1700,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    peak = int(done.stdout.split("PEAK")[1])
-    assert peak < 2 * max(shards), f"{peak >> 20} MiB with a largest shard of {max(shards) >> 20} MiB"
+    peaks = dict(line.split()[1:] for line in done.stdout.splitlines() if line.startswith("PEAK"))
+    assert set(peaks) == {"in", "out"}
+    print({name: f"{int(peak) >> 20} MiB" for name, peak in peaks.items()}, f"of {max(shards) >> 20} MiB")
+    for name, peak in peaks.items():
+        assert int(peak) < 2 * max(shards), (
+            f"{name}: {int(peak) >> 20} MiB with a largest shard of {max(shards) >> 20} MiB"
+        )
     for path in source.glob("*.safetensors"):
-        assert (tmp_path / "second" / path.name).read_bytes() == path.read_bytes()
+        assert (tmp_path / "back1" / path.name).read_bytes() == path.read_bytes()
