@@ -31,7 +31,7 @@ KINDS = [
     pytest.param("local", marks=pytest.mark.desktop),
     pytest.param("remote", marks=pytest.mark.desktop),
     pytest.param("docker", marks=pytest.mark.docker),
-    pytest.param("qemu", marks=pytest.mark.vm),
+    pytest.param("qemu", marks=[pytest.mark.vm, pytest.mark.timeout(1200)]),
 ]
 
 
