@@ -265,7 +265,7 @@ class Engine:
 
     def _finish_reason(self, request: Request, token: int) -> dict[str, Any] | None:
         sampling = request.sampling
-        if token in sampling.stop_token_ids or (token in self.model.stop_ids and not sampling.ignore_eos):
+        if not sampling.ignore_eos and (token in sampling.stop_token_ids or token in self.model.stop_ids):
             return {"type": "stop", "matched": token}
         matched = request.match_stop(self.model.decode_tail(request.output_ids, request.tail, sampling.stop))
         if matched is not None:

@@ -105,6 +105,30 @@ class SchedulerConfig(ConfigModel):
         return self
 
 
+class PublishConfig(ConfigModel):
+    """How new weights come to the engines; docs/rollout.md."""
+
+    way: Literal["broadcast", "ipc", "disk"] = "broadcast"
+    """broadcast: NCCL from trainer rank 0 to every engine, on CPU gloo. ipc: one trainer rank and one SGLang engine share a
+    GPU, and the engine maps the trainer's memory. disk: a checkpoint folder in run_dir, which every engine must see."""
+    bucket_mb: int = Field(512, ge=1)
+    """Size of what travels at once, for broadcast and ipc."""
+    num_kept: int = Field(2, ge=1)
+    """Versions that stay in run_dir, for disk. Restarted engines read the newest."""
+
+
+class CanaryConfig(ConfigModel):
+    """Engines compared with the trainer on fixed prompts; beyond the tolerance the run stops (slime_cua.launch.canary)."""
+
+    every: int = Field(50, ge=0)
+    """Updates between two checks; the first is before the first episode. 0: never."""
+    num_prompts: int = Field(16, ge=1)
+    """Of each kind: text alone, and places on a screen."""
+    max_mean_gap: float = Field(0.05, gt=0)
+    """Mean |log-prob engine - log-prob trainer| of either kind, nats. For bf16: twice what docs/rollout.md holds a run to."""
+    max_p99_gap: float = Field(0.3, gt=0)
+
+
 class RolloutConfig(ConfigModel):
     engine: EngineConfig = EngineConfig()
     sampling: SamplingConfig = SamplingConfig()
@@ -112,6 +136,8 @@ class RolloutConfig(ConfigModel):
     action_space: ActionSpaceConfig = ActionSpaceConfig()
     renderer: RendererConfig = RendererConfig()
     scheduler: SchedulerConfig = SchedulerConfig()
+    publish: PublishConfig = PublishConfig()
+    canary: CanaryConfig = CanaryConfig()
     groups_per_step: int = Field(8, ge=1)
     episodes_per_group: int = Field(8, ge=1)
     max_turns: int = Field(50, ge=1)

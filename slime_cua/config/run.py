@@ -106,3 +106,20 @@ class RunConfig(ConfigModel):
                 f"{self.loss.pi_old} keeps the weights of a version, not of each step within it"
             )
         return self
+
+    @model_validator(mode="after")
+    def _one_gpu_where_weights_are_mapped(self) -> RunConfig:
+        if self.rollout.publish.way != "ipc":
+            return self
+        engine, ranks = self.rollout.engine, self.trainer.parallel.world_size
+        if engine.kind != "sglang":
+            raise ValueError(
+                f"rollout.publish.way = ipc needs rollout.engine.kind = sglang, not {engine.kind}: no other policy server "
+                "that the run starts maps the trainer's memory; use broadcast or disk"
+            )
+        if ranks * engine.num_engines * engine.tp != 1:
+            raise ValueError(
+                f"rollout.publish.way = ipc needs one trainer rank and one engine of tp 1 on the same GPU, not {ranks} ranks "
+                f"and {engine.num_engines} engine(s) of tp {engine.tp}; use broadcast"
+            )
+        return self

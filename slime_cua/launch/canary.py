@@ -20,9 +20,10 @@ from PIL import Image, ImageDraw
 from tokenizers import Tokenizer
 
 from rollout.engines.client import EngineClient, Generation, image_ref
-from slime_cua.config.rollout import SamplingConfig
+from slime_cua.config.rollout import CanaryConfig, SamplingConfig
 from slime_cua.core.errors import EngineError
 from slime_cua.core.types import NOT_SAMPLED, ImageRef, Segment, TrainSample
+from slime_cua.data.expand import ImageProcessorConfig
 
 Kind = Literal["text", "image"]
 SIZE_WH_PX = (640, 384)
@@ -38,6 +39,10 @@ class Images(Protocol):
 
 TrainerLogprobs = Callable[[Sequence[TrainSample], Images], Sequence[Sequence[float]]]
 """Log-probs of each sample's trained tokens under the trainer's current weights, at temperature 1."""
+
+
+class CanaryError(EngineError):
+    """An engine computes another policy than the trainer: the run must end."""
 
 
 @dataclass(frozen=True)
@@ -117,7 +122,7 @@ def compare(
 
 
 def judge(gaps: dict[Kind, Gap], tolerance: Tolerance, where: str) -> None:
-    """Raises EngineError, the report of the stopped run, when a gap is beyond `tolerance`. `where`: engine and version."""
+    """Raises CanaryError, the report of the stopped run, when a gap is beyond `tolerance`. `where`: engine and version."""
     wrong = [kind for kind, gap in gaps.items() if not gap.is_within(tolerance)]
     if not wrong:
         return
@@ -128,10 +133,51 @@ def judge(gaps: dict[Kind, Gap], tolerance: Tolerance, where: str) -> None:
     hint = "look at weights, dtype and temperature"
     if wrong == ["image"]:
         hint = "text agrees: look at positions, resize and order of images"
-    raise EngineError(
+    raise CanaryError(
         f"canary: {where} computes another policy than the trainer (allowed: mean {tolerance.mean}, p99 "
         f"{tolerance.p99} nats). {'; '.join(lines)}. {hint}. The run stops: its gradients would be wrong"
     )
+
+
+class Canary:
+    """The checks of a run: before its first episode, then once `every` updates were published since the last."""
+
+    def __init__(self, config: CanaryConfig, hf_dir: Path, *, timeout_s: float) -> None:
+        """timeout_s: of the answers of one engine."""
+        self._config, self._hf_dir, self._timeout_s = config, hf_dir, timeout_s
+        self._tolerance = Tolerance(config.max_mean_gap, config.max_p99_gap)
+        self._checked: int | None = None
+
+    def is_due(self, version: int) -> bool:
+        every = self._config.every
+        return every > 0 and (self._checked is None or version >= self._checked + every)
+
+    def check(self, urls: Sequence[str], version: int, trainer_logprobs: TrainerLogprobs) -> dict[Kind, Gap]:
+        """The worst gap of each kind over the engines at `urls`, which all serve `version`.
+
+        Raises CanaryError when one is beyond the tolerance, and EngineError when an engine does not answer: then the check
+        stays due.
+        """
+        processor = ImageProcessorConfig.from_hf(self._hf_dir)
+        prompts = canary_prompts(self._hf_dir, processor.image_token_id, self._config.num_prompts)
+        answers = asyncio.run(self._answers(urls, version, processor, prompts))
+        worst: dict[Kind, Gap] = {}
+        for url, answer in zip(urls, answers, strict=True):
+            gaps = compare(prompts, answer, trainer_logprobs)
+            judge(gaps, self._tolerance, f"{url}, version {version},")
+            worst = {kind: max(gap, worst.get(kind, gap), key=lambda g: g.mean) for kind, gap in gaps.items()}
+        self._checked = version
+        return worst
+
+    async def _answers(
+        self, urls: Sequence[str], version: int, processor: ImageProcessorConfig, prompts: Sequence[Prompt]
+    ) -> list[list[Generation]]:
+        async def ask(url: str) -> list[Generation]:
+            async with EngineClient([url], processor, request_timeout_s=self._timeout_s) as client:
+                client.set_engines([url], version)
+                return await sample(client, prompts)
+
+        return list(await asyncio.gather(*map(ask, urls)))
 
 
 class _Held:

@@ -37,7 +37,7 @@ class EngineActor:
 class RayEngine:
     """`EngineHandle` of a server on some node of the Ray cluster."""
 
-    def __init__(self, config: EngineConfig, model: Path, log_path: Path, *, num_gpus: int) -> None:
+    def __init__(self, config: EngineConfig, model: Path, log_path: Path, *, num_gpus: float) -> None:
         self._arguments = (config.model_dump(mode="json"), str(model), str(log_path), 0)
         self._device = "cuda" if num_gpus else "cpu"
         self._num_gpus = num_gpus
@@ -119,11 +119,12 @@ def make_fleet(
     model: Path,
     log_dir: Path,
     *,
-    use_gpu: bool,
+    gpu_share: float,
     on_change: Callable[[tuple[str, ...], int], None] | None = None,
 ) -> EngineFleet:
     """The fleet that the config asks for, not started yet; every server starts with `model` as version 0.
 
+    gpu_share: GPUs for each rank of an engine, below 1 where it shares one with the trainer; 0 on CPU.
     on_change: hears, from the fleet's thread, of URLs in traffic and their version whenever these change.
     """
     handles: list[EngineHandle]
@@ -131,7 +132,7 @@ def make_fleet(
         handles = [ExternalEngine(url) for url in config.urls]
     else:
         handles = [
-            RayEngine(config, model, log_dir / f"engine_{index}.log", num_gpus=config.tp if use_gpu else 0)
+            RayEngine(config, model, log_dir / f"engine_{index}.log", num_gpus=config.tp * gpu_share)
             for index in range(config.num_engines)
         ]
     return EngineFleet(handles, update_timeout_s=config.request_timeout_s, on_change=on_change)

@@ -11,6 +11,7 @@ from slime_cua.core.errors import EngineError
 from slime_cua.core.types import EpisodeGroup
 from slime_cua.data.episodes import EpisodeStore
 from slime_cua.data.samples import make_train_samples, split_samples
+from slime_cua.launch.canary import Canary, CanaryError
 from slime_cua.launch.run_state import Batch, RunState
 from slime_cua.launch.steady_trainer import Call, SteadyTrainer
 from slime_cua.observability.logger import last_step
@@ -39,6 +40,8 @@ class Loop:
         self.state = RunState()
         self._since = self._step_started = time.monotonic()
         self._values: dict[str, float] = {}
+        rollout = session.config.rollout
+        self._canary = Canary(rollout.canary, session.model, timeout_s=rollout.engine.request_timeout_s)
 
     @property
     def version(self) -> int:
@@ -57,6 +60,7 @@ class Loop:
             self._log_missing_row()
         if self.version:
             self.publish()
+        self._check_engines()
         self._session.on_rollout_restart(self._start_rollout)
         self._start_rollout()
 
@@ -103,7 +107,7 @@ class Loop:
         while True:
             try:
                 report = self._trainer.publish(
-                    self.version, self._fleet.reachable(), use_gpu=self._session.use_gpu, engine_tp=engine.tp
+                    self.version, self._fleet.reachable(), self._session.publish_plan
                 )
                 break
             except EngineError as error:
@@ -114,6 +118,28 @@ class Loop:
         self._fleet.published(self.version, report.engines, report.folder)
         self._session.set_engines(self._fleet.serving(), self.version)
         self._values["time/publish_s"] = report.seconds["paused"]
+        self._check_engines()
+
+    def _check_engines(self) -> None:
+        """Where the canary is due: engines and trainer compute the same policy, or CanaryError ends the run."""
+        urls = self._fleet.serving()
+        if not urls or not self._canary.is_due(self.version):
+            return
+        self._session.console.progress("comparing engines with the trainer")
+        try:
+            gaps = self._canary.check(
+                urls, self.version, lambda samples, images: self._trainer.call("logprobs", samples, images)
+            )
+        except CanaryError:
+            raise
+        except EngineError as error:
+            self._session.console.say(f"engines were not compared with the trainer, later again: {error}")
+            return
+        self._values |= {f"canary/gap/{kind}": gap.mean for kind, gap in gaps.items()}
+        found = ", ".join(f"{kind} {gap.mean:.2g}" for kind, gap in gaps.items())
+        self._session.console.say(
+            f"engines and trainer agree at version {self.version}: mean gap in nats {found}"
+        )
 
     def _bring_weights(self) -> None:
         """When every engine was restarted since the last publish, the episodes that we wait for need weights first."""

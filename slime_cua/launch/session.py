@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -31,6 +32,7 @@ from slime_cua.launch.steady_trainer import SteadyTrainer
 from slime_cua.launch.trainer_group import RayTrainerGroup
 from slime_cua.observability.logger import MetricsLogger
 from slime_cua.observability.metrics import Axis
+from slime_cua.trainer.publish_ways import PublishPlan
 
 T = TypeVar("T")
 POLL_S = 1.0
@@ -116,12 +118,9 @@ class Session:
 
     def _start_ray(self) -> None:
         self.console.say("starting Ray")
-        engine = self.config.rollout.engine
-        num_gpus = self.config.trainer.parallel.world_size
-        num_gpus += engine.num_engines * engine.tp if engine.kind != "external" else 0
         self._stack.enter_context(
             ray_runtime(
-                num_gpus_needed=num_gpus if self.use_gpu else 0,
+                num_gpus_needed=self.num_gpus if self.use_gpu else 0,
                 log_dir=self.run.logs,
                 on_folder=self._guardian.remove_later if self._guardian else None,
             )
@@ -274,7 +273,7 @@ class Session:
             self.config.rollout.engine,
             model,
             self.run.logs,
-            use_gpu=self.use_gpu,
+            gpu_share=self.publish_plan.gpu_share if self.use_gpu else 0.0,
             on_change=self._engines_changed,
         )
         with fleet:
@@ -297,7 +296,8 @@ class Session:
         config = self.config.trainer.model_copy(update={"optimizer": optimizer})
 
         def start() -> RayTrainerGroup:
-            group = RayTrainerGroup(config, use_gpu=self.use_gpu, log_dir=self.run.logs)
+            num_gpus = self.publish_plan.gpu_share if self.use_gpu else 0.0
+            group = RayTrainerGroup(config, num_gpus=num_gpus, log_dir=self.run.logs)
             try:
                 group.call("load", str(model))
             except BaseException:
@@ -310,6 +310,20 @@ class Session:
             yield trainer
         finally:
             trainer.close()
+
+    @property
+    def publish_plan(self) -> PublishPlan:
+        """How this run's weights come to its engines."""
+        rollout = self.config.rollout
+        return PublishPlan(rollout.publish, self.use_gpu, rollout.engine.tp, self.run.path / "weights")
+
+    @property
+    def num_gpus(self) -> int:
+        """GPUs that trainer and engines take, where there are GPUs."""
+        engine = self.config.rollout.engine
+        num_ranks = self.config.trainer.parallel.world_size
+        num_ranks += engine.num_engines * engine.tp if engine.kind != "external" else 0
+        return math.ceil(num_ranks * self.publish_plan.gpu_share)
 
     def is_rl_unfinished(self) -> bool:
         """RL has steps to do."""

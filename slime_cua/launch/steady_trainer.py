@@ -8,6 +8,7 @@ from typing import Any, Protocol, TypeVar
 
 from slime_cua.launch.faults import FaultLog
 from slime_cua.launch.trainer_group import TrainerLost
+from slime_cua.trainer.publish_ways import PublishPlan
 
 T = TypeVar("T")
 Call = Callable[..., Any]
@@ -18,7 +19,7 @@ class Group(Protocol):
     """The ranks of one trainer; RayTrainerGroup is one. A lost rank is a TrainerLost."""
 
     def call(self, method: str, *args: Any, **kwargs: Any) -> Any: ...
-    def publish(self, version: int, urls: Sequence[str], *, use_gpu: bool, engine_tp: int) -> Any: ...
+    def publish(self, version: int, urls: Sequence[str], plan: PublishPlan) -> Any: ...
     def close(self) -> None: ...
 
 
@@ -58,11 +59,9 @@ class SteadyTrainer:
         """The calls that `work` makes, as one: a rank lost in any of them means all of them again on the new group."""
         return self._steadily(what, lambda group: work(group.call))
 
-    def publish(self, version: int, urls: Sequence[str], *, use_gpu: bool, engine_tp: int) -> Any:
+    def publish(self, version: int, urls: Sequence[str], plan: PublishPlan) -> Any:
         """As RayTrainerGroup.publish."""
-        return self._steadily(
-            "publish", lambda group: group.publish(version, urls, use_gpu=use_gpu, engine_tp=engine_tp)
-        )
+        return self._steadily("publish", lambda group: group.publish(version, urls, plan))
 
     def close(self) -> None:
         """End the ranks. May be repeated."""

@@ -13,6 +13,7 @@ from slime_cua.core.errors import EngineError, InfrastructureError, SlimeCuaErro
 from slime_cua.core.ports import free_port
 from slime_cua.launch.ray_runtime import end_actor, explain_loss
 from slime_cua.trainer import progress
+from slime_cua.trainer.publish_ways import PublishPlan, make_publisher
 
 if TYPE_CHECKING:
     from slime_cua.trainer.publisher import PublishReport
@@ -80,7 +81,7 @@ class TrainerActor:
         progress.mark(f"{method}: done")
         return answer
 
-    def publish(self, version: int, urls: list[str], use_gpu: bool, engine_tp: int) -> Any:
+    def publish(self, version: int, urls: list[str], plan: PublishPlan) -> Any:
         """Weights to the engines; every rank takes part in gathering them, rank 0 sends."""
         progress.mark(f"publish of version {version}: begun")
         tensors = self._trainer.named_hf_tensors()
@@ -90,15 +91,8 @@ class TrainerActor:
             progress.mark("publish: gathered")
             return None
         if self._publisher is None:
-            from slime_cua.trainer.publisher import BroadcastPublisher
-
-            self._publisher = BroadcastPublisher(
-                backend="nccl" if use_gpu else "gloo",
-                device="cuda" if use_gpu else "cpu",
-                address=self._address,
-                engine_tp=engine_tp,
-                timeout_s=self._config.timeout_s / 2,  # an engine that hangs is named before the rank is
-            )
+            # an engine that hangs is named before the rank is
+            self._publisher = make_publisher(plan, self._address, self._config.timeout_s / 2)
         report = self._publisher.publish(tensors, version, urls)
         progress.mark("publish: done")
         return report
@@ -107,7 +101,8 @@ class TrainerActor:
 class RayTrainerGroup:
     """All ranks of one trainer. `call` returns rank 0's result; a lost rank or a passed deadline is a TrainerLost."""
 
-    def __init__(self, config: TrainerConfig, *, use_gpu: bool, log_dir: Path) -> None:
+    def __init__(self, config: TrainerConfig, *, num_gpus: float, log_dir: Path) -> None:
+        """num_gpus: of each rank; 0 on CPU."""
         import ray
 
         self._config, self._log_dir = config, log_dir
@@ -116,7 +111,7 @@ class RayTrainerGroup:
         self._progress = [progress_file(path) for path in logs]
         for path in self._progress:
             path.unlink(missing_ok=True)
-        actor: Any = ray.remote(num_cpus=0, num_gpus=1 if use_gpu else 0, max_restarts=0)(TrainerActor)
+        actor: Any = ray.remote(num_cpus=0, num_gpus=num_gpus, max_restarts=0)(TrainerActor)
         self._ranks: list[Any] = [
             actor.remote(config.model_dump(mode="json"), rank, str(path)) for rank, path in enumerate(logs)
         ]
@@ -135,9 +130,9 @@ class RayTrainerGroup:
         limit_s = self._config.restart_timeout_s if method in SILENT else 0.0
         return self._get([rank.call.remote(method, *args, **kwargs) for rank in self._ranks], limit_s)[0]
 
-    def publish(self, version: int, urls: Sequence[str], *, use_gpu: bool, engine_tp: int) -> PublishReport:
+    def publish(self, version: int, urls: Sequence[str], plan: PublishPlan) -> PublishReport:
         """The current weights to `urls` as `version`; what each engine said. Raises EngineError when none took them."""
-        calls = [rank.publish.remote(version, list(urls), use_gpu, engine_tp) for rank in self._ranks]
+        calls = [rank.publish.remote(version, list(urls), plan) for rank in self._ranks]
         report: PublishReport = self._get(calls)[0]
         if not report.engines:
             reasons = "; ".join(f"{url}: {reason}" for url, reason in report.failures.items())

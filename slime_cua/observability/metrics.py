@@ -77,6 +77,11 @@ METRICS: tuple[Metric, ...] = (
     Metric("moe/replay_agreement", "share", "of them those that the trainer's router would have made, too"),
     Metric("gap/logp_abs_mean", "nats", "mean |log-prob engine - trainer| on tokens of the current version"),
     Metric("gap/logp_abs_p99", "nats", "99th percentile of the same"),
+    Metric(
+        "canary/gap/*",
+        "nats",
+        "mean |log-prob engine - trainer| on fixed prompts: text, image; where checked",
+    ),
     Metric("sampler/ema_mean", "score", "mean success estimate over the training tasks"),
     Metric("sampler/num_seen", "count", "tasks drawn at least once"),
     Metric("time/step_s", "s", "wall time of the whole step", is_headline=True),

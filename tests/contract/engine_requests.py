@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import functools
 import io
+import json
 import os
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,22 @@ def text_ids(seed: int, count: int) -> list[int]:
 def processor_of(url: str) -> ImageProcessorConfig:
     """The image processor of the model that `url` serves."""
     return ImageProcessorConfig.from_hf(Path(httpx.get(f"{url}/model_info").json()["model_path"]))
+
+
+@functools.cache
+def shown(url: str) -> tuple[int, ...]:
+    """An image in a prompt of the model that `url` serves, as chat templates write it: a placeholder between its marks.
+
+    Without the marks SGLang takes a placeholder for text.
+    """
+    folder = Path(httpx.get(f"{url}/model_info").json()["model_path"])
+    config = json.loads((folder / "config.json").read_text())
+    return tuple(config[name] for name in ("vision_start_token_id", "image_token_id", "vision_end_token_id"))
+
+
+def flush(url: str) -> None:
+    """Empty the prefix cache, once the step in flight is over."""
+    httpx.post(f"{url}/flush_cache", params={"timeout": 30}, timeout=60).raise_for_status()
 
 
 def body(ids: list[int], images: list[bytes] | None = None, **sampling: Any) -> dict[str, Any]:

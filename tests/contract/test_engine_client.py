@@ -23,7 +23,7 @@ from slime_cua.config.rollout import SamplingConfig
 from slime_cua.core.errors import EngineError, PromptMismatchError
 from slime_cua.core.ports import free_port
 from tests.contract.conftest import ENGINE_CONFIG
-from tests.contract.engine_requests import generate, png, post, processor_of, text_ids
+from tests.contract.engine_requests import generate, png, post, processor_of, shown, text_ids
 
 SAMPLING = SamplingConfig(temperature=1.0, max_response_tokens=12)
 LONG = SamplingConfig(temperature=0.2, max_response_tokens=700)
@@ -35,23 +35,22 @@ def client_of(*urls: str, model_url: str, timeout_s: float = 60) -> EngineClient
 
 
 async def test_a_generation_has_ids_logprobs_and_a_version_each(engine_url: str) -> None:
-    image = processor_of(engine_url).image_token_id
-    ids = [*text_ids(0, 5), image, *text_ids(1, 5)]
+    ids = [*text_ids(0, 5), *shown(engine_url), *text_ids(1, 5)]
     async with client_of(engine_url, model_url=engine_url) as client:
         got = await client.generate(ids, [png(0)], SAMPLING, session="a", seed=1)
     assert len(got.ids) == len(got.logp) == len(got.versions) > 0
-    assert got.prompt_tokens == 10 + 240
+    assert got.prompt_tokens == 10 + 2 + 240
     assert set(got.versions) == {version_of(engine_url)}
     assert got.finish_reason in ("stop", "length") and got.num_pieces == 1
 
 
 async def test_the_episode_side_port_gives_the_same(engine_url: str) -> None:
-    image = processor_of(engine_url).image_token_id
     data = png(0)
     async with client_of(engine_url, model_url=engine_url) as client:
         policy = EnginePolicy(client, SAMPLING)
-        sampled = await policy.generate([*text_ids(0, 5), image, 30], [(image_ref(data), data)], session="a")
-    assert len(sampled.ids) == len(sampled.versions) and sampled.prompt_tokens == 246
+        ids = [*text_ids(0, 5), *shown(engine_url), 30]
+        sampled = await policy.generate(ids, [(image_ref(data), data)], session="a")
+    assert len(sampled.ids) == len(sampled.versions) and sampled.prompt_tokens == 248
 
 
 async def test_a_response_never_goes_past_an_image_placeholder(engine_url: str) -> None:

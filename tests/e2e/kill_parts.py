@@ -26,7 +26,7 @@ import torch
 from PIL import Image
 
 from slime_cua.config.algo import LossConfig
-from slime_cua.config.rollout import RolloutConfig, SchedulerConfig
+from slime_cua.config.rollout import CanaryConfig, RolloutConfig, SchedulerConfig
 from slime_cua.config.run import FaultConfig, LogConfig, RunConfig
 from slime_cua.config.trainer import OptimizerConfig, TrainerConfig
 from slime_cua.core.actions import GuiAction
@@ -62,6 +62,7 @@ def config_of(folder: Path, number: int = 0) -> RunConfig:
             groups_per_step=2,
             episodes_per_group=3,
             max_infra_retries=1,
+            canary=CanaryConfig(every=0),
             scheduler=SchedulerConfig(
                 filters_flat_groups=number % 2 == 1, max_filtered_per_step=2, max_task_failures=0
             ),
@@ -243,7 +244,7 @@ class OneRank:
             raise TrainerLost(f"killed after {method}")
         return answer
 
-    def publish(self, version: int, urls: Sequence[str], **_: Any) -> Any:
+    def publish(self, version: int, urls: Sequence[str], plan: Any) -> Any:
         if self._is_lost_now():
             raise TrainerLost("killed before the publish")
         return SimpleNamespace(engines=("engine",), folder=None, seconds={"paused": 0.0})

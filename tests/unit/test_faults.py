@@ -7,12 +7,14 @@ import time
 import pytest
 
 from rollout.engines.fleet import EngineFleet, HealthRule
+from slime_cua.config.rollout import PublishConfig
 from slime_cua.config.run import FaultConfig
 from slime_cua.core.errors import CheckpointError, EngineError, InfrastructureError
 from slime_cua.launch.faults import FaultLog
 from slime_cua.launch.steady_trainer import SteadyTrainer
 from slime_cua.launch.trainer_group import TrainerLost, Watch
 from slime_cua.trainer import progress
+from slime_cua.trainer.publish_ways import PublishPlan
 
 
 class Clock:
@@ -56,7 +58,7 @@ class FakeGroup:
             raise error
         return len(self.calls)
 
-    def publish(self, version, urls, **_):
+    def publish(self, version, urls, plan):
         return self.call("publish", version)
 
     def close(self):
@@ -88,7 +90,8 @@ def test_a_lost_rank_means_a_new_group_brought_back_and_the_same_call_again(tmp_
     assert [group.is_closed for group in groups] == [True, True, False]
     assert groups[2].calls == [("restore", 7), ("train_step", 2)]
     assert trainer.num_restarts == 3 and "the trainer was lost in train_step: rank 1 died" in said
-    assert trainer.publish(3, (), use_gpu=False, engine_tp=1) == 3
+    plan = PublishPlan(PublishConfig(), use_gpu=False, engine_tp=1, folder=tmp_path)
+    assert trainer.publish(3, (), plan) == 3
 
 
 def test_a_rank_lost_while_steps_are_trained_again_means_all_of_them_again_and_none_twice(tmp_path):

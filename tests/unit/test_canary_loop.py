@@ -1,0 +1,208 @@
+"""The canary in a run: before its first episode and every N updates, over HTTP against an engine that answers by script."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator, Sequence
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from slime_cua.config.rollout import CanaryConfig, EngineConfig, RolloutConfig
+from slime_cua.config.run import RunConfig
+from slime_cua.core.errors import EngineError
+from slime_cua.core.types import TrainSample
+from slime_cua.launch.canary import CanaryError, Images
+from slime_cua.launch.console import Console
+from slime_cua.launch.loop import Loop
+from slime_cua.launch.run_state import Batch, RunState
+
+MODEL = Path("models/tiny_base")
+IMAGE_TOKENS = 60
+"""Of a 640x384 screenshot in models/tiny_base."""
+LOGP = -1.5
+
+
+class Engine:
+    """Always samples 30 and 31 with LOGP; a request counts images as models/tiny_base does."""
+
+    def __init__(self) -> None:
+        self.version, self.num_requests = 0, 0
+        engine = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                engine.num_requests += 1
+                meta = {
+                    "finish_reason": {"type": "length"},
+                    "prompt_tokens": len(body["input_ids"])
+                    + (IMAGE_TOKENS - 1) * len(body.get("image_data", [])),
+                    "completion_tokens": 2,
+                    "cached_tokens": 0,
+                    "weight_version": str(engine.version),
+                    "output_token_logprobs": [[LOGP, 30, None], [LOGP, 31, None]],
+                }
+                data = json.dumps({"output_ids": [30, 31], "meta_info": meta}).encode()
+                self.send_response(200)
+                self.send_header("Content-Length", str(len(data)))
+                self.end_headers()
+                self.wfile.write(data)
+
+            def log_message(self, *_: object) -> None:
+                return
+
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self._server.daemon_threads = True
+        threading.Thread(target=self._server.serve_forever, daemon=True).start()
+        self.url = f"http://127.0.0.1:{self._server.server_address[1]}"
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+
+
+class Trainer:
+    """Log-probs that are off by `error` on samples with an image; takes every publish."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine, self.error, self.compared, self.plans = engine, 0.0, 0, []
+        self.rebuild: Any = None
+
+    def call(self, method: str, samples: Sequence[TrainSample], images: Images) -> list[list[float]]:
+        assert method == "logprobs"
+        self.compared += 1
+        for sample in samples:
+            for ref in sample.segment.images:
+                assert images.get(ref)
+        return [
+            [LOGP + (self.error if sample.segment.images else 0.0)] * sum(sample.segment.is_trained)
+            for sample in samples
+        ]
+
+    def publish(self, version: int, urls: Sequence[str], plan: Any) -> Any:
+        self.engine.version = version
+        self.plans.append(plan)
+        return SimpleNamespace(engines=tuple(urls), folder=None, seconds={"paused": 0.0})
+
+
+class Fleet:
+    def __init__(self, *urls: str) -> None:
+        self.urls = urls
+
+    def serving(self) -> tuple[str, ...]:
+        return self.urls
+
+    reachable = serving
+
+    def published(self, version: int, urls: Sequence[str], folder: Path | None) -> None:
+        return
+
+
+@pytest.fixture
+def engine() -> Iterator[Engine]:
+    engine = Engine()
+    yield engine
+    engine.close()
+
+
+def loop_of(tmp_path: Path, engine: Engine, every: int, url: str = "") -> tuple[Loop, Trainer, list[str]]:
+    """A loop over doubles, and what it asked of the rollout side."""
+    canary = CanaryConfig(every=every, num_prompts=3)
+    rollout = RolloutConfig(canary=canary, engine=EngineConfig(kind="embedded", request_timeout_s=2.0))
+    config = RunConfig(run_dir=str(tmp_path), rollout=rollout)
+    asked: list[str] = []
+
+    def ask(method: str, *_: Any) -> dict[str, Any]:
+        asked.append(method)
+        return {}
+
+    session: Any = SimpleNamespace(
+        config=config,
+        run=SimpleNamespace(path=tmp_path),
+        model=MODEL,
+        console=Console(),
+        publish_plan="the plan of the config",
+        rollout=ask,
+        set_engines=lambda *_: None,
+        on_rollout_restart=lambda *_: None,
+        tasks=SimpleNamespace(train=[]),
+    )
+    trainer: Any = Trainer(engine)
+    return Loop(session, trainer, Fleet(url or engine.url)), trainer, asked
+
+
+def publish(loop: Loop, version: int) -> None:
+    loop.state = RunState(version=version, batches=[Batch({}, 0)] * version)
+    loop.publish()
+
+
+def test_a_run_whose_engine_sees_screens_otherwise_ends_before_its_first_episode(
+    tmp_path: Path, engine: Engine
+) -> None:
+    loop, trainer, asked = loop_of(tmp_path, engine, every=50)
+    trainer.error = 0.4
+    with pytest.raises(
+        CanaryError, match=rf"{engine.url}, version 0,.*image: mean 0.4000.*positions, resize"
+    ):
+        loop.resume_or_start()
+    assert engine.num_requests == 6 and asked == []
+
+
+def test_a_run_that_agrees_starts_and_says_by_how_much(
+    tmp_path: Path, engine: Engine, capsys: pytest.CaptureFixture[str]
+) -> None:
+    loop, trainer, asked = loop_of(tmp_path, engine, every=50)
+    trainer.error = 0.01
+    loop.resume_or_start()
+    assert asked == ["start_training", "release"]
+    assert (
+        "engines and trainer agree at version 0: mean gap in nats text 0, image 0.01"
+        in capsys.readouterr().out
+    )
+
+
+def test_the_check_comes_again_after_so_many_updates_and_stops_the_run_then(
+    tmp_path: Path, engine: Engine
+) -> None:
+    loop, trainer, _ = loop_of(tmp_path, engine, every=3)
+    loop.resume_or_start()
+    compared = []
+    for version in range(1, 7):
+        publish(loop, version)
+        compared.append(trainer.compared)
+    assert compared == [1, 1, 2, 2, 2, 3]
+    assert set(trainer.plans) == {"the plan of the config"}
+    trainer.error = 1.0
+    publish(loop, 8)
+    with pytest.raises(CanaryError, match="version 9"):
+        publish(loop, 9)
+
+
+def test_an_engine_that_does_not_answer_is_no_mismatch_and_the_check_stays_due(
+    tmp_path: Path, engine: Engine
+) -> None:
+    loop, trainer, asked = loop_of(tmp_path, engine, every=50, url="http://127.0.0.1:9")
+    loop.resume_or_start()
+    assert asked == ["start_training", "release"] and trainer.compared == 0
+    loop._fleet.urls = (engine.url,)
+    publish(loop, 1)
+    assert trainer.compared == 1
+
+
+def test_an_engine_with_older_weights_is_not_compared(tmp_path: Path, engine: Engine) -> None:
+    loop, trainer, _ = loop_of(tmp_path, engine, every=1)
+    engine.version = -1
+    loop.resume_or_start()
+    assert trainer.compared == 0
+
+
+def test_without_the_canary_nothing_is_asked(tmp_path: Path, engine: Engine) -> None:
+    loop, trainer, _ = loop_of(tmp_path, engine, every=0)
+    trainer.error = 9.0
+    loop.resume_or_start()
+    assert engine.num_requests == 0 and issubclass(CanaryError, EngineError)
