@@ -23,6 +23,7 @@ from bench_engine import screenshot_png
 
 from rollout.engines.client import EngineClient, image_ref
 from slime_cua.config.rollout import SamplingConfig
+from slime_cua.convert import read_config
 from slime_cua.core.types import ImageRef
 from slime_cua.data.expand import ImageProcessorConfig
 
@@ -102,23 +103,27 @@ async def run_for(seconds: float, tally: Tally, work: Sequence[Callable[[], Awai
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def episode(load: Load, name: str, turns: Sequence[bytes], image_id: int, sent: list[Request]) -> None:
-    """One episode; the requests that were answered are added to `sent`."""
+async def episode(
+    load: Load, name: str, turns: Sequence[bytes], shown: Sequence[int], sent: list[Request]
+) -> None:
+    """One episode; the requests that were answered are added to `sent`. shown: an image in a prompt, placeholder and marks."""
     rng = np.random.default_rng(int.from_bytes(name.encode()[-4:], "big"))
     ids: tuple[int, ...] = ()
     images: tuple[bytes, ...] = ()
     refs: tuple[ImageRef, ...] = ()
     for png in turns:
-        ids += (*rng.integers(24, 264, TURN_TEXT_TOKENS - 1).tolist(), image_id, 30)
+        ids += (*rng.integers(24, 264, TURN_TEXT_TOKENS - len(shown)).tolist(), *shown, 30)
         images, refs = (*images, png), (*refs, image_ref(png))
         request = Request(ids, images, refs, name)
-        ids += await load.ask(request)
+        ids += tuple(token for token in await load.ask(request) if token not in shown)
         sent.append(request)
 
 
 async def measure(url: str, model: Path, options: argparse.Namespace) -> dict[str, object]:
     """Both phases, after one warm-up episode (kernels that are compiled at first use)."""
     processor = ImageProcessorConfig.from_hf(model)
+    config = read_config(model)
+    shown = [config[f"{name}_token_id"] for name in ("vision_start", "image", "vision_end")]
     width, height = (int(side) for side in options.size.split("x"))
     seeds = [[1000 * e + t for t in range(options.turns)] for e in range(options.episodes + 1)]
     with ThreadPoolExecutor() as pool:
@@ -127,15 +132,13 @@ async def measure(url: str, model: Path, options: argparse.Namespace) -> dict[st
     sent: list[Request] = []
     async with EngineClient([url], processor, request_timeout_s=options.timeout_s) as client:
         async with asyncio.timeout(options.timeout_s):
-            await episode(Load(client, options.new_tokens), "warm", pngs.pop(), processor.image_token_id, [])
+            await episode(Load(client, options.new_tokens), "warm", pngs.pop(), shown, [])
         sticky = Load(client, options.new_tokens)
         await run_for(
             options.seconds,
             sticky.tally,
             [
-                lambda e=e, turns=turns: episode(
-                    sticky, f"episode-{e:04d}", turns, processor.image_token_id, sent
-                )
+                lambda e=e, turns=turns: episode(sticky, f"episode-{e:04d}", turns, shown, sent)
                 for e, turns in enumerate(pngs)
             ],
         )
