@@ -118,7 +118,14 @@ class EngineProcess:
                 if httpx.get(f"{url}/health", timeout=5).status_code == 200:
                     break
             time.sleep(0.5)
-        reply = httpx.post(f"{url}/weights_checker", json={"action": "checksum"}, timeout=60)
+        try:
+            left_s = max(5.0, deadline_s - time.monotonic())
+            reply = httpx.post(f"{url}/weights_checker", json={"action": "checksum"}, timeout=left_s)
+        except httpx.HTTPError as error:
+            raise EngineError(
+                f"SGLang at {url} is up and does not answer /weights_checker within engine.start_timeout_s: {error!r}\n"
+                f"{self.log_tail()}"
+            ) from error
         if "received:" not in reply.text:
             raise EngineError(
                 f"SGLang at {url} runs without the plugin in {SGLANG_SITE} ({reply.status_code}): it would compute other "
