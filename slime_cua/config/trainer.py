@@ -77,6 +77,9 @@ class TrainerConfig(ConfigModel):
     offload_optimizer: bool = False
     """Adam's two moments (8 of 12 bytes a parameter) wait in the host's memory between steps: room for activations, at the
     cost of two copies a step."""
+    async_save: bool = True
+    """Checkpoints are copied to the host and written while training goes on; the run state names one when it is whole. The copy
+    takes the host as much memory as the checkpoint takes on disk. false: training waits."""
     timeout_s: float = Field(600.0, gt=0)
     """A trainer call in which no rank makes progress (a micro-batch, a tensor written) for so long is given up: a
     collective hangs. Also the deadline of the collectives themselves."""

@@ -57,6 +57,10 @@ class CheckpointError(SlimeCuaError):
     """A checkpoint is missing, truncated, or its keys or shapes differ from the model's. Names the key."""
 
 
+class DamagedCheckpointError(CheckpointError):
+    """A checkpoint's bytes are not those that were written. Nothing was loaded: another checkpoint can take its place."""
+
+
 class DataError(SlimeCuaError, ValueError):
     """A sample cannot be trained: too long, no trained token, no positive step weight. Names the sample."""
 

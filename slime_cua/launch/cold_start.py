@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from slime_cua.core.errors import DataError
+from slime_cua.core.errors import DamagedCheckpointError, DataError
 from slime_cua.core.types import Episode, TrainSample
 from slime_cua.data.episodes import EpisodeStore
 from slime_cua.data.segments import build_segments
@@ -124,9 +124,14 @@ class _SftLoop:
 
     def _rebuild(self, call: Call) -> None:
         """A trainer that has only loaded its start comes to where this loop is."""
-        if self._state.step:
-            call("restore", str(step_folder(self._folder, self._state.step)))
-        for batch in itertools.islice(self._batches_from(self._state.step), self.step - self._state.step):
+        step = self._state.step
+        if step:
+            try:
+                call("restore", str(step_folder(self._folder, step)))
+            except DamagedCheckpointError as error:
+                self._session.console.say(f"cold start: from the beginning: {error}")
+                step = 0
+        for batch in itertools.islice(self._batches_from(step), self.step - step):
             self._train(call, batch)
 
     def _train(self, call: Call, batch: list[TrainSample]) -> dict[str, float]:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from slime_cua.core.errors import EngineError
+from slime_cua.core.errors import DamagedCheckpointError, EngineError
 from slime_cua.core.types import EpisodeGroup
 from slime_cua.data.episodes import EpisodeStore
 from slime_cua.data.samples import make_train_samples, split_samples
@@ -38,6 +38,10 @@ class Loop:
         self._config = session.config
         self._run = session.run
         self.state = RunState()
+        self._writing: int | None = None
+        """Version whose checkpoint is being written; no state names it yet."""
+        self._damaged: set[int] = set()
+        """Checkpoints found damaged since the start."""
         self._since = self._step_started = time.monotonic()
         self._values: dict[str, float] = {}
         rollout = session.config.rollout
@@ -152,9 +156,15 @@ class Loop:
         self._session.rollout("release")
 
     def save_if_due(self) -> None:
-        """Write a checkpoint every save_every steps."""
-        if self.version % self._config.save_every == 0:
-            self._save()
+        """Begin a checkpoint every save_every steps, once the one before is on disk and in the state."""
+        is_due = self.version % self._config.save_every == 0
+        if not is_due and self._writing is None:
+            return
+        started = time.monotonic()
+        self._settle()
+        if is_due and self.version not in self._good_checkpoints():
+            self._save(is_async=self._config.trainer.async_save)
+        self._values["time/save_s"] = time.monotonic() - started
 
     def log(self) -> None:
         """The step's row of metrics."""
@@ -172,8 +182,9 @@ class Loop:
     def finish(self) -> None:
         """Export the policy; the phase is done."""
         self._session.on_rollout_restart(None)
-        if self.version not in self.state.checkpoints:
-            self._save()
+        self._settle()
+        if self.version not in self._good_checkpoints():
+            self._save(is_async=False)
         self._session.rollout("stop_training")
         target: Path = self._run.hf("rl")
         self._trainer.call("export_hf", str(target))
@@ -188,9 +199,7 @@ class Loop:
 
     def _rebuild(self, call: Call) -> None:
         """A trainer that has only loaded its start comes to the state's version."""
-        step = next((s for s in reversed(self.state.checkpoints) if self._run.is_whole(s)), 0)
-        if step:
-            call("restore", str(self._run.checkpoint(step)))
+        step = self._restore(call)
         if step < self.version:
             self._session.console.say(
                 f"training steps {step + 1} to {self.version} again, from their episodes"
@@ -199,6 +208,19 @@ class Loop:
         for version in range(step, self.version):
             batch = self.state.batches[version].groups
             self._train(call, [store.read_at(place, name) for name, place in batch.items()], version)
+
+    def _restore(self, call: Call) -> int:
+        """The step of the newest checkpoint that is whole and undamaged, which was read; 0: none, and nothing was."""
+        for step in reversed(self.state.checkpoints):
+            if not self._run.is_whole(step):
+                continue
+            try:
+                call("restore", str(self._run.checkpoint(step)))
+                return step
+            except DamagedCheckpointError as error:
+                self._damaged.add(step)
+                self._session.console.say(f"step {step} is passed over: {error}")
+        return 0
 
     def _train(self, call: Call, groups: Sequence[EpisodeGroup], version: int) -> dict[str, float]:
         """The step from `version` over `groups`, in trainer.steps_per_collection optimiser steps.
@@ -232,15 +254,35 @@ class Loop:
             ]
         )
 
-    def _save(self) -> None:
-        """The checkpoint first, then the state that names it, then older ones go."""
+    def _save(self, is_async: bool) -> None:
+        """Write a checkpoint of this version and name it in the state; is_async: begin to, `_settle` names it."""
         self._session.console.progress(f"step {self.version}: saving")
-        started = time.monotonic()
-        self._trainer.call("save", str(self._run.checkpoints), self.version)
-        kept = [*self.state.checkpoints, self.version][-NUM_CHECKPOINTS:]
+        self._trainer.call("save", str(self._run.checkpoints), self.version, is_async=is_async)
+        if is_async:
+            self._writing = self.version
+        else:
+            self._name_checkpoint(self.version)
+
+    def _settle(self) -> None:
+        """Wait for the checkpoint that is being written. What was lost with the ranks that wrote it is written anew, of now."""
+        if self._writing is None:
+            return
+        is_whole = self._trainer.call("finish_save") is not None
+        version, self._writing = self._writing, None
+        if is_whole:
+            self._name_checkpoint(version)
+        else:
+            self._save(is_async=False)
+
+    def _name_checkpoint(self, version: int) -> None:
+        """It is whole: the state names it, then older ones go."""
+        kept = [*(step for step in self._good_checkpoints() if step != version), version][-NUM_CHECKPOINTS:]
+        self._damaged.discard(version)
         self._write(checkpoints=kept)
         self._run.remove_checkpoints(but=kept)
-        self._values["time/save_s"] = time.monotonic() - started
+
+    def _good_checkpoints(self) -> list[int]:
+        return [step for step in self.state.checkpoints if step not in self._damaged]
 
     def _write(self, **changes: Any) -> None:
         """Replace the run state on disk; only then here."""

@@ -43,7 +43,6 @@ MAY_CHANGE = (
     "log",
     "faults",
     "pool",
-    "pool",
     "sft.save_every",
     "sandbox.gateway_url",
     "sandbox.num_desktops",
@@ -65,6 +64,7 @@ MAY_CHANGE = (
     "trainer.restart_timeout_s",
     "trainer.num_threads",
     "trainer.vision_cache_mb",
+    "trainer.async_save",
 )
 """Keys, or whole sections, that may differ between a run and its continuation: how much machine it has, how long it lasts,
 how long it waits. Not what is learned from what."""

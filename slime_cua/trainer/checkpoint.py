@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from slime_cua.convert import PASSED_PREFIXES, TensorInfo, copy_companions
-from slime_cua.core.errors import CheckpointError
+from slime_cua.core.errors import CheckpointError, DamagedCheckpointError
 from slime_cua.core.files import write_atomic
 from slime_cua.trainer.folders import (
     MANIFEST,
@@ -174,7 +174,8 @@ def restore(
 ) -> int:
     """Load the checkpoint `folder` (a step folder, or its parent: the newest). A collective. Gives the step.
 
-    Raises CheckpointError for one that is missing, incomplete, or of another model.
+    Raises CheckpointError for one that is missing, incomplete, or of another model, DamagedCheckpointError for one whose bytes
+    were changed, before anything is loaded.
     """
     path, manifest = find(folder)
     with reading(path):
@@ -315,7 +316,8 @@ def _write_folder(
 
 
 def together(work: Callable[[], None], what: str, group: Any = None, is_saving: bool = True) -> None:
-    """Run `work` on every rank; when it fails on one, CheckpointError on all. Nobody is left waiting."""
+    """Run `work` on every rank; when it fails on one, CheckpointError on all (DamagedCheckpointError unless is_saving: it was
+    reading). Nobody is left waiting."""
     failure: Exception | None = None
     try:
         work()
@@ -332,7 +334,7 @@ def together(work: Callable[[], None], what: str, group: Any = None, is_saving: 
         raise CheckpointError(
             f"{what} was not written, what was there is kept; rank {rank}: {reason}"
         ) from failure
-    raise CheckpointError(str(reason).partition(": ")[2]) from failure
+    raise DamagedCheckpointError(str(reason).partition(": ")[2]) from failure
 
 
 def _with_untouched(

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from slime_cua.core.errors import CheckpointError
+from slime_cua.core.errors import CheckpointError, DamagedCheckpointError
 from slime_cua.core.files import fsync_folder, write_atomic
 
 MANIFEST = "manifest.json"
@@ -140,11 +140,11 @@ def checksum(path: Path) -> str:
 
 
 def check_checksums(path: Path, manifest: dict[str, Any], names: Iterable[str]) -> None:
-    """Raise CheckpointError for the first of the files `names` whose bytes are not those that were written."""
+    """Raise DamagedCheckpointError for the first of the files `names` whose bytes are not those that were written."""
     known = manifest.get("crc32", {})
     for name in names:
         if name in known and checksum(path / name) != known[name]:
-            raise CheckpointError(
+            raise DamagedCheckpointError(
                 f"{path / name} was changed or damaged since it was written (CRC-32 {known[name]} is not its own): "
                 "copy it again, or resume from another step"
             )

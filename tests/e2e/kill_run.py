@@ -1,8 +1,10 @@
 """Kills runs at seeded moments until they are done, and compares each with an uninterrupted one over the same episodes.
 
     python -m tests.e2e.kill_run FOLDER [--moments 100] [--seed 0]
+    python -m tests.e2e.kill_run FOLDER --damaged      one run whose newest checkpoint has a flipped byte when it goes on
 
-One interpreter that has everything imported forks the runs. Prints one JSON line: how many moments of each kind.
+One interpreter that has everything imported forks the runs. Prints one JSON line: how many moments of each kind, or what a
+damaged run's console said.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ from slime_cua.data.samples import make_train_samples, split_samples
 from slime_cua.launch.run_state import RunState
 from slime_cua.observability.logger import read_rows
 from slime_cua.train import reinforce
-from slime_cua.trainer.folders import step_folder
+from slime_cua.trainer.folders import is_whole, step_folder
 from slime_cua.trainer.rank import TrainerRank
 from tests.e2e.kill_parts import TASKS, Fleet, OneProcessSession, config_of, die_at, facts
 from tests.numerics.tiny_models import make_qwen35
@@ -90,9 +92,32 @@ def kill_until_done(folder: Path, config: RunConfig, model: Path, rng: random.Ra
             os.kill(pid, signal.SIGKILL)
         if ended(pid, folder) == "killed":
             moments[mode] += 1
+            check_named(folder)
         else:
             moments["parts"] += (folder / "losses").stat().st_size if (folder / "losses").exists() else 0
             return moments
+
+
+def check_named(folder: Path) -> None:
+    """Whatever moment it was: the state names whole checkpoints only."""
+    state = RunState.load(folder / "run")
+    for step in state.checkpoints if state else ():
+        assert is_whole(step_folder(folder / "run/checkpoints", step)), f"step {step} is named and not whole"
+
+
+def go_on_from_damage(folder: Path, model: Path) -> str:
+    """A finished run loses a bit of its newest checkpoint and goes on for two steps; what its console said."""
+    config = config_of(folder)
+    ended(forked(folder, lambda: run_to_its_end(folder, config, model, "whole", 0)), folder)
+    data = next(step_folder(folder / "run/checkpoints", config.num_steps).glob("*.distcp"))
+    content = bytearray(data.read_bytes())
+    content[len(content) // 2] ^= 1
+    data.write_bytes(content)
+    longer = config.model_copy(update={"num_steps": config.num_steps + 2})
+    ended(forked(folder, lambda: run_to_its_end(folder, longer, model, "whole", 0)), folder)
+    ended(forked(folder, lambda: check(folder, longer, model)), folder)
+    check_named(folder)
+    return (folder / "run/logs/driver.log").read_text()
 
 
 def check(folder: Path, config: RunConfig, model: Path) -> None:
@@ -216,11 +241,15 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--moments", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--damaged", action="store_true")
     options = parser.parse_args()
     model = make_qwen35(options.folder / "model", layer_types=("full_attention",))
     warm = TrainerRank(config_of(options.folder).trainer)
     warm.load(model)
     warm.close()
+    if options.damaged:
+        print(json.dumps({"console": go_on_from_damage(options.folder, model)}))
+        return
     rng = random.Random(options.seed)
     moments: Counter[str] = Counter()
     num_runs, began = 0, time.monotonic()

@@ -8,6 +8,7 @@ import pytest
 
 from slime_cua.config.base import load
 from slime_cua.config.run import FaultConfig, RunConfig
+from slime_cua.core.errors import CheckpointError, DamagedCheckpointError
 from slime_cua.core.types import Segment, TrainSample
 from slime_cua.launch.cold_start import _SftLoop
 from slime_cua.launch.faults import FaultLog
@@ -44,7 +45,9 @@ class Weights:
 
     def call(self, method, *arguments, **named):
         error = self._script.pop(0) if self._script else None
-        if error is not None and method == "train_step":
+        if error is not None and method == (
+            "restore" if isinstance(error, CheckpointError) else "train_step"
+        ):
             raise error
         return getattr(self, method)(*arguments, **named)
 
@@ -119,3 +122,16 @@ def test_trainers_lost_on_the_way_and_on_the_way_back_change_nothing(tmp_path, w
     rows = live(tmp_path / "run", [None] * num_calls + [lost], [None, lost], [lost, lost])
     assert json.loads((tmp_path / "run/hf/sft").read_text()) == whole
     assert rows == list(range(NUM_STEPS)), "what is trained again is not logged again"
+
+
+def test_with_a_damaged_checkpoint_it_is_trained_from_the_beginning_and_with_that_of_another_model_not_at_all(
+    tmp_path, whole
+):
+    folder = tmp_path / "run"
+    with pytest.raises(KeyboardInterrupt):
+        live(folder, [None] * 6 + [KeyboardInterrupt()])
+    with pytest.raises(CheckpointError, match="another model"):
+        live(folder, [CheckpointError("of another model")])
+    rows = live(folder, [DamagedCheckpointError("a byte was changed")])
+    assert json.loads((folder / "hf/sft").read_text()) == whole
+    assert rows == list(range(3, NUM_STEPS)), "what is trained again is not logged again"
