@@ -20,6 +20,7 @@ import torch
 from numpy.typing import NDArray
 from PIL import Image
 
+from slime_cua.convert import read_config
 from slime_cua.core.errors import ConfigError, DataError
 from slime_cua.core.types import ImageRef
 from slime_cua.data.expand import ImageProcessorConfig, resized_wh_px
@@ -44,7 +45,9 @@ class PatchConfig:
 
     @classmethod
     def from_hf(cls, hf_dir: Path | str) -> PatchConfig:
-        """Read a Hugging Face folder. Raises ConfigError naming the missing field."""
+        """Read a Hugging Face folder; of a text model, that no id is an image's. Raises ConfigError naming the missing field."""
+        if "vision_config" not in read_config(hf_dir):
+            return TEXT_ONLY
         tokens = ImageProcessorConfig.from_hf(hf_dir)
         plain = json.loads((Path(hf_dir) / "preprocessor_config.json").read_text())
         try:
@@ -67,6 +70,14 @@ class PatchConfig:
         """(rows, columns) of image tokens of an image of this size."""
         rows, columns = self.grid_hw(width_px, height_px)
         return rows // self.tokens.merge_size, columns // self.tokens.merge_size
+
+
+TEXT_ONLY = PatchConfig(
+    ImageProcessorConfig(image_token_id=-1, patch_size_px=16, merge_size=2, min_pixels=1, max_pixels=1),
+    temporal_patch_size=2,
+    mean=(0.0, 0.0, 0.0),
+    std=(1.0, 1.0, 1.0),
+)
 
 
 def patchify(pixels_IHWC: torch.Tensor, config: PatchConfig) -> torch.Tensor:

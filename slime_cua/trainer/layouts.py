@@ -12,6 +12,7 @@ from slime_cua.convert import read_config
 from slime_cua.core.errors import ConfigError
 
 FAMILIES: dict[str, tuple[str, ...]] = {
+    "qwen3": ("full attention",),
     "qwen3_5": ("full attention", "gated delta net", "vision"),
     "qwen3_5_moe": ("full attention", "gated delta net", "vision", "experts"),
     "qwen3_vl": ("full attention", "vision"),

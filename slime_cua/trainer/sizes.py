@@ -31,6 +31,12 @@ class VisionShape:
     num_deepstack: int
 
 
+NO_VISION = VisionShape(
+    depth=0, hidden=0, ffn=0, out_hidden=0, patch_features=0, merge=1, num_positions=0, num_deepstack=0
+)
+"""Of a text model: nothing counts."""
+
+
 @dataclass(frozen=True)
 class ModelShape:
     """What memory and work depend on."""
@@ -62,7 +68,7 @@ class ModelShape:
     def from_config(cls, config: Mapping[str, Any]) -> ModelShape:
         """Of a config.json. Raises ConfigError for a family without a trainer, KeyError for a field that is not there."""
         parts = parts_of(config)
-        text, experts = config["text_config"], num_experts(config)
+        text, experts = config.get("text_config") or config, num_experts(config)
         is_35 = str(config["model_type"]).startswith("qwen3_5")
         num_layers = int(text["num_hidden_layers"])
         kinds: list[Any] = text.get("layer_types") or _every(
@@ -88,7 +94,7 @@ class ModelShape:
             top_k=int(text.get("num_experts_per_tok", 0)),
             expert_ffn=int(text.get("moe_intermediate_size", 0)) if experts else 0,
             shared_ffn=int(text.get("shared_expert_intermediate_size") or 0) if experts and is_35 else 0,
-            vision=_vision(config["vision_config"]),
+            vision=_vision(config["vision_config"]) if "vision_config" in config else NO_VISION,
         )
 
     @property

@@ -14,17 +14,21 @@ from slime_cua.data.expand import ImageProcessorConfig, expand_image_placeholder
 from tests.numerics.tiny_models import IMAGE_TOKEN
 from tests.numerics.trainer_cases import MemoryStore
 
+NO_IMAGES = ImageProcessorConfig(
+    image_token_id=-1, patch_size_px=16, merge_size=2, min_pixels=1, max_pixels=1
+)
+
 
 def reference(folder: Path, samples: list[TrainSample], store: MemoryStore) -> dict[str, Any]:
     """logp: trained tokens of each sample; grads: of the mean negative log-prob, by name; norm: of all of them."""
-    from transformers import AutoModelForImageTextToText
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
-    model = AutoModelForImageTextToText.from_pretrained(
-        folder, dtype=torch.float32, attn_implementation="sdpa"
-    )
-    processor = Qwen2VLImageProcessorPil.from_pretrained(folder)
-    config = ImageProcessorConfig.from_hf(folder)
+    has_images = any(sample.segment.images for sample in samples)
+    loader = AutoModelForImageTextToText if has_images else AutoModelForCausalLM
+    model = loader.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa")
+    processor = Qwen2VLImageProcessorPil.from_pretrained(folder) if has_images else None
+    config = ImageProcessorConfig.from_hf(folder) if has_images else NO_IMAGES
     num_tokens = sum(sum(s.segment.is_trained) for s in samples)
     logps = []
     for sample in samples:
@@ -33,6 +37,7 @@ def reference(folder: Path, samples: list[TrainSample], store: MemoryStore) -> d
         inputs: dict[str, Any] = {}
         if segment.images:
             images = [Image.open(io.BytesIO(store.get(ref))) for ref in segment.images]
+            assert processor is not None
             inputs = dict(processor(images, return_tensors="pt"))
             inputs["mm_token_type_ids"] = (ids == IMAGE_TOKEN).long()
         logits = model(input_ids=ids, use_cache=False, **inputs).logits[0].float()

@@ -1,8 +1,8 @@
 """The trainer against transformers, under TP, SP, DP, recompute and the distributed optimiser: one start for all layouts.
 
-tp2_recompute packs everything into one micro-batch, the others into several. Three models (Qwen3.5 with full attention only, tied;
-Qwen3.5 with gated delta net, untied; Qwen3-VL with deepstack features), six ragged samples with no, one, several and ten images,
-float32. Tolerances are float32 noise; gated delta net's chunked recurrence orders its sums otherwise than transformers'.
+tp2_recompute packs everything into one micro-batch, the others into several. Four models (Qwen3.5 with full attention only, tied;
+Qwen3.5 with gated delta net, untied; Qwen3-VL with deepstack features; Qwen3, text only), six ragged samples with no, one, several
+and ten images, float32. Tolerances are float32 noise; gated delta net's chunked recurrence orders its sums otherwise than transformers'.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ import torch
 from safetensors.torch import load_file
 
 from tests.numerics.hf_reference import reference
-from tests.numerics.tiny_models import FULL, HYBRID, make_qwen3vl, make_qwen35
-from tests.numerics.trainer_cases import make_samples
+from tests.numerics.tiny_models import FULL, HYBRID, make_qwen3, make_qwen3vl, make_qwen35
+from tests.numerics.trainer_cases import samples_for
 
-MODELS = ("full", "hybrid", "vl")
+MODELS = ("full", "hybrid", "vl", "text")
 LAYOUTS = ("tp2", "tp2_sp", "tp2_recompute", "dp2", "dp2_distopt")
 WITH_GRADIENTS = tuple(name for name in LAYOUTS if name != "dp2_distopt")
-GRADIENT_TOLERANCE = {"full": 1e-4, "hybrid": 3e-3, "vl": 1e-4}
+GRADIENT_TOLERANCE = {"full": 1e-4, "hybrid": 3e-3, "vl": 1e-4, "text": 1e-4}
 
 pytestmark = [
     pytest.mark.slow,
@@ -44,6 +44,7 @@ def folders(scratch: Path) -> dict[str, Path]:
         "full": make_qwen35(scratch / "full", FULL, is_tied=True),
         "hybrid": make_qwen35(scratch / "hybrid", HYBRID, is_tied=False),
         "vl": make_qwen3vl(scratch / "vl"),
+        "text": make_qwen3(scratch / "text"),
     }
 
 
@@ -67,8 +68,7 @@ def results(scratch: Path, folders: dict[str, Path]) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def expected(folders: dict[str, Path]) -> dict[str, Any]:
-    samples, store = make_samples(with_ten_images=True)
-    return {name: reference(folder, samples, store) for name, folder in folders.items()}
+    return {name: reference(folder, *samples_for(folder)) for name, folder in folders.items()}
 
 
 def worst_gradient(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> tuple[float, str]:

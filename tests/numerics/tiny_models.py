@@ -143,6 +143,30 @@ def make_qwen3vl(folder: Path) -> Path:
     return folder
 
 
+def make_qwen3(folder: Path) -> Path:
+    """A Qwen3ForCausalLM folder: text only, norms on query and key heads, tied head; bf16 weights."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    config = Qwen3Config(
+        vocab_size=384,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=4096,
+        tie_word_embeddings=True,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+        eos_token_id=1,
+        pad_token_id=0,
+    )
+    torch.manual_seed(0)
+    _write(Qwen3ForCausalLM(config).to(torch.bfloat16), folder)
+    (folder / "preprocessor_config.json").unlink()
+    return folder
+
+
 MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
 
 

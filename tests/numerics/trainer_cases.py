@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import io
+import json
+from pathlib import Path
 
 import numpy as np
 from PIL import Image
@@ -28,6 +30,14 @@ class MemoryStore:
 
     def get(self, ref: ImageRef) -> bytes:
         return self._png[ref.sha256]
+
+
+def samples_for(folder: Path) -> tuple[list[TrainSample], MemoryStore]:
+    """With ten images, or those without any for a text model."""
+    samples, store = make_samples(with_ten_images=True)
+    if "vision_config" in json.loads((folder / "config.json").read_text()):
+        return samples, store
+    return [sample for sample in samples if not sample.segment.images], store
 
 
 def make_samples(with_ten_images: bool = False) -> tuple[list[TrainSample], MemoryStore]:

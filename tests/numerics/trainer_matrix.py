@@ -17,7 +17,7 @@ import megatron_patches
 from slime_cua.config.trainer import OptimizerConfig, ParallelConfig, TrainerConfig
 from slime_cua.core.ports import free_port
 from slime_cua.trainer.rank import TrainerRank
-from tests.numerics.trainer_cases import make_samples
+from tests.numerics.trainer_cases import samples_for
 
 NUM_STEPS = 5
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -100,7 +100,7 @@ def symptoms(trainer: TrainerRank, samples: Any, store: Any) -> dict[str, Any]:
 
 def run_layout(trainer: TrainerRank, folder: Path, layout: str, scratch: Path) -> dict[str, Any]:
     """Everything the tests look at, for one model under one layout."""
-    samples, store = make_samples(with_ten_images=True)
+    samples, store = samples_for(folder)
     trainer.load(folder)
     out: dict[str, Any] = {"logp": trainer.logprobs(samples, store)}
     out["export"] = {name: tensor.clone() for name, tensor in trainer.named_hf_tensors("source")}
@@ -127,7 +127,7 @@ def run_layout(trainer: TrainerRank, folder: Path, layout: str, scratch: Path) -
 
 def resume(trainer: TrainerRank, folder: Path, scratch: Path) -> dict[str, Any]:
     """Losses of a run continued from what another layout saved after two steps."""
-    samples, store = make_samples(with_ten_images=True)
+    samples, store = samples_for(folder)
     trainer.load(folder)
     step = trainer.restore(scratch / f"saved_{folder.name}")
     losses = [trainer.train_step(samples, store, "sft")["sft/loss"] for _ in range(NUM_STEPS - step)]

@@ -86,7 +86,7 @@ def test_full_attention_alone_is_refused_context_parallelism_for_its_own_reason(
 def test_a_family_without_a_trainer_is_refused_with_the_known_ones():
     with pytest.raises(ConfigError, match=r"model_type 'llama' has no trainer here; .*qwen3_5_moe"):
         parts_of({"model_type": "llama"})
-    assert len(FAMILIES) == 4
+    assert len(FAMILIES) == 5
 
 
 def test_the_doctor_prints_the_table_of_a_config_and_marks_what_is_refused(tmp_path):

@@ -28,16 +28,20 @@ def counted(config):
     import transformers
 
     kinds = {
+        "qwen3": ("Qwen3Config", "Qwen3ForCausalLM"),
         "qwen3_5": ("Qwen3_5Config", "Qwen3_5ForConditionalGeneration"),
         "qwen3_5_moe": ("Qwen3_5MoeConfig", "Qwen3_5MoeForConditionalGeneration"),
         "qwen3_vl": ("Qwen3VLConfig", "Qwen3VLForConditionalGeneration"),
         "qwen3_vl_moe": ("Qwen3VLMoeConfig", "Qwen3VLMoeForConditionalGeneration"),
     }
     config_name, model_name = kinds[config["model_type"]]
-    built = getattr(transformers, config_name)(
-        text_config=dict(config["text_config"]), vision_config=dict(config["vision_config"])
-    )
-    built.tie_word_embeddings = built.text_config.tie_word_embeddings
+    if "vision_config" in config:
+        built = getattr(transformers, config_name)(
+            text_config=dict(config["text_config"]), vision_config=dict(config["vision_config"])
+        )
+        built.tie_word_embeddings = built.text_config.tie_word_embeddings
+    else:
+        built = getattr(transformers, config_name)(**config)
     with torch.device("meta"):
         model = getattr(transformers, model_name)(built)
     sizes = {name: p.numel() for name, p in model.named_parameters()}
@@ -81,9 +85,16 @@ def small(kind, **text):
     }
 
 
+TEXT = {
+    "model_type": "qwen3",
+    **{name: value for name, value in small("qwen3_5")["text_config"].items() if "linear" not in name},
+}
+
+
 @pytest.mark.parametrize(
     "config",
     [
+        TEXT,
         small("qwen3_5"),
         small("qwen3_5", tie_word_embeddings=True),
         small("qwen3_5_moe"),
@@ -91,13 +102,18 @@ def small(kind, **text):
         small("qwen3_vl_moe"),
         DENSE,
     ],
-    ids=["qwen3_5", "tied", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe", "27B"],
+    ids=["qwen3", "qwen3_5", "tied", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe", "27B"],
 )
 def test_parameter_counts_are_those_of_transformers(config):
     shape = ModelShape.from_config(config)
     total, vision = counted(config)
     assert sum(p.count for p in parameters(shape)) == total
     assert vision_parameters(shape.vision) == vision
+
+
+def test_a_text_model_needs_nothing_for_vision():
+    found = plan(TEXT, ParallelConfig(tp=2, sequence_parallel=True), Workload(1024))
+    assert found.vision == 0 and found.activations > 0
 
 
 def test_the_35b_has_35_billion_parameters_of_which_about_3_work_on_a_token():
