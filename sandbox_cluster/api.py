@@ -28,9 +28,11 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from slime_cua.core.actions import CodeAction, GuiAction
 
+MAX_NAME = 1024
+
 
 class _Body(BaseModel):
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
 
 
 class Requirements(_Body):
@@ -43,14 +45,14 @@ class Requirements(_Body):
 
 
 class AcquireRequest(_Body):
-    key: str
+    key: str = Field(min_length=1, max_length=MAX_NAME)
     """Idempotency key: a second acquire with it returns the same lease."""
-    owner: str
-    task_id: str = ""
-    episode_id: str = ""
+    owner: str = Field(max_length=MAX_NAME)
+    task_id: str = Field("", max_length=MAX_NAME)
+    episode_id: str = Field("", max_length=MAX_NAME)
     requirements: Requirements = Field(default_factory=Requirements)
-    deadline_s: float = 60.0
-    ttl_s: float = 30.0
+    deadline_s: float = Field(60.0, ge=0, le=604_800)
+    ttl_s: float = Field(30.0, gt=0, le=3600)
     """The lease ends this long after its last heartbeat (any call counts as one)."""
 
 
@@ -73,7 +75,7 @@ class Lease(_Body):
 class SetupRequest(_Body):
     config: tuple[dict[str, Any], ...] = ()
     task_id: str = ""
-    timeout_s: float = 120.0
+    timeout_s: float = Field(120.0, gt=0)
 
 
 class SetupReply(_Body):
@@ -83,8 +85,8 @@ class SetupReply(_Body):
 class Settle(_Body):
     """Wait until the screen did not change for quiet_ms, at most max_ms."""
 
-    quiet_ms: int = 60
-    max_ms: int = 1000
+    quiet_ms: int = Field(60, ge=0)
+    max_ms: int = Field(1000, ge=0)
 
 
 class StepRequest(_Body):
@@ -108,8 +110,9 @@ class StepReply(_Body):
 class ExecuteRequest(_Body):
     action_id: str
     action: CodeAction
-    timeout_s: float = 30.0
-    max_output_bytes: int = 20_000
+    timeout_s: float = Field(30.0, gt=0)
+    """Less than the call's own deadline (x-deadline-s), or nothing is run."""
+    max_output_bytes: int = Field(20_000, ge=0, le=64 << 20)
 
 
 class ExecuteReply(_Body):
@@ -126,7 +129,7 @@ class EvaluateRequest(_Body):
     evaluator: dict[str, Any]
     last_action: str | None = None
     """"DONE", "FAIL" or None (step limit), for infeasible tasks (OSWorld's rule)."""
-    timeout_s: float = 60.0
+    timeout_s: float = Field(60.0, gt=0)
 
 
 class EvaluateReply(_Body):

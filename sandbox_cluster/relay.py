@@ -15,6 +15,7 @@ from typing import Any
 import aiohttp
 from fastapi import WebSocket, WebSocketDisconnect
 from fastapi.responses import Response
+from starlette.types import Scope
 
 from sandbox_cluster.errors import ApiError
 from sandbox_cluster.providers.base import CDP_PORT, VLC_PORT
@@ -45,6 +46,15 @@ _NOT_PASSED = {
 _REPLY_HEADERS = ("content-type", "content-disposition", "www-authenticate", "cache-control", "location")
 _DEBUGGER_URL = re.compile(r"wss?://[^/\"'\s]+/")
 _DEBUGGER_QUERY = re.compile(r"ws=[^/\"'&\s]+/")
+
+
+def raw_tail(scope: Scope, num_before: int) -> str:
+    """The path after its first `num_before` slashes as the client wrote it: decoding it and sending it on would make another
+    path of it, or two requests. What no path may hold is escaped."""
+    tail = bytes(scope["raw_path"]).split(b"/", num_before)[num_before:]
+    return "".join(
+        chr(one) if 0x21 <= one <= 0x7E and one not in b"#?" else f"%{one:02X}" for one in b"".join(tail)
+    )
 
 
 def passed(headers: Mapping[str, str]) -> dict[str, str]:

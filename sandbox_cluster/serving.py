@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import fcntl
 import hmac
 import json
 import logging
@@ -15,14 +16,15 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response
+from pydantic import BaseModel, ValidationError
 from starlette.requests import HTTPConnection
 
 from sandbox_cluster.errors import ApiError, to_api
@@ -30,6 +32,7 @@ from sandbox_cluster.wire import MAX_MESSAGE_BYTES
 from slime_cua.core.errors import PreflightError, SlimeCuaError
 
 log = logging.getLogger("sandbox_cluster")
+B = TypeVar("B", bound=BaseModel)
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -51,6 +54,22 @@ def bind(host: str, port: int) -> socket.socket:
         ) from None
     sock.set_inheritable(False)
     return sock
+
+
+def hold(folder: Path, what: str) -> int:
+    """A lock on the folder, by its file `what`.lock, until the descriptor is closed or this process ends, in whatever way.
+
+    Raises PreflightError when another process has it, OSError when there can be no such file.
+    """
+    handle = os.open(folder / f"{what}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(handle)
+        raise PreflightError(
+            f"another {what} keeps its state in {folder}: stop it, or choose another folder with --state"
+        ) from None
+    return handle
 
 
 class Tokens:
@@ -97,11 +116,45 @@ def read_token_file(path: Path) -> tuple[dict[str, str], dict[str, str]]:
     """Client and host tokens of {"clients": {name: token}, "hosts": {name: token}}. Raises PreflightError."""
     try:
         body = json.loads(path.read_text())
-        return dict(body["clients"]), dict(body["hosts"])
+        clients, hosts = dict(body["clients"]), dict(body["hosts"])
+        check_tokens(clients, hosts)
+        return clients, hosts
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise PreflightError(
             f'token file {path} cannot be used ({error!r}): write {{"clients": {{"name": "token"}}, "hosts": {{"name": "token"}}}}'
         ) from None
+
+
+def check_tokens(clients: Mapping[str, str], hosts: Mapping[str, str]) -> None:
+    """Raises ValueError when a token is no text or empty, is given twice, or a side has none: who is who would be a guess."""
+    tokens = [*clients.values(), *hosts.values()]
+    if not clients or not hosts or not all(isinstance(token, str) and token for token in tokens):
+        raise ValueError("clients and hosts need at least one token each, and tokens are texts")
+    if len(set(tokens)) < len(tokens):
+        raise ValueError("a token is given twice")
+
+
+async def read_body(request: Request, most_bytes: int) -> bytes:
+    """The whole body. Raises ApiError `bad_request` above `most_bytes`."""
+    parts, size = [], 0
+    async for part in request.stream():
+        size += len(part)
+        if size > most_bytes:
+            raise ApiError("bad_request", f"the body is larger than {most_bytes >> 20} MiB")
+        parts.append(part)
+    return b"".join(parts)
+
+
+async def parsed(request: Request, kind: type[B], most_bytes: int) -> B:
+    """The body as `kind`. Called after the token was looked at. Raises ApiError `bad_request` naming the field."""
+    try:
+        return kind.model_validate_json(await read_body(request, most_bytes))
+    except ValidationError as error:
+        raise ApiError("bad_request", _faults(error.errors())) from None
+
+
+def _faults(errors: Sequence[Any]) -> str:
+    return "; ".join(f"{'.'.join(str(part) for part in one['loc'])}: {one['msg']}" for one in errors[:5])
 
 
 def install_errors(app: FastAPI) -> None:
@@ -109,10 +162,7 @@ def install_errors(app: FastAPI) -> None:
 
     @app.exception_handler(RequestValidationError)
     async def _invalid(request: Request, error: RequestValidationError) -> Response:
-        faults = "; ".join(
-            f"{'.'.join(str(part) for part in fault['loc'])}: {fault['msg']}" for fault in error.errors()[:5]
-        )
-        return error_response(ApiError("bad_request", faults))
+        return error_response(ApiError("bad_request", _faults(error.errors())))
 
     @app.exception_handler(SlimeCuaError)
     async def _known(request: Request, error: SlimeCuaError) -> Response:

@@ -18,6 +18,8 @@ import uuid
 from contextlib import AsyncExitStack
 from pathlib import Path
 
+from bench_tables import Row, at_least, at_most, show
+
 from sandbox_cluster.api import HostRegistration, Settle, StepRequest
 from sandbox_cluster.client import Sandbox, SandboxClient
 from sandbox_cluster.cluster import LocalCluster
@@ -104,13 +106,51 @@ async def flat_out(ways: Ways, sandboxes: list[Sandbox], seconds: float) -> floa
     return count / (time.perf_counter() - start)
 
 
-def row(name: str, value: str) -> None:
-    print(f"| {name} | {value} |")
+def quantile_ms(seconds: list[float], percent: int) -> float:
+    return statistics.quantiles(seconds, n=100)[percent - 1] * 1e3
 
 
-def quantiles(seconds: list[float]) -> str:
-    cuts = statistics.quantiles(seconds, n=100)
-    return f"{cuts[49] * 1e3:.2f} / {cuts[98] * 1e3:.2f} ms"
+async def bench_added(
+    ways: Ways, sandboxes: list[Sandbox], pid: int, options: argparse.Namespace
+) -> list[Row]:
+    """What a step costs through the gateway and straight to the host, at the same moments."""
+    before_s = cpu_s(pid)
+    spent = await paced(ways, sandboxes, options.rate, options.seconds)
+    gateway_ms = (cpu_s(pid) - before_s) / len(spent[False]) * 1e3
+    rows = [Row(f"gateway CPU a step at {options.rate:g} steps/s", f"{gateway_ms:.2f} ms")]
+    for percent, most_ms in ((50, 2.0), (99, 10.0)):
+        through, straight = quantile_ms(spent[False], percent), quantile_ms(spent[True], percent)
+        detail = f" ({through:.2f} less {straight:.2f})"
+        name = f"the gateway adds to a step at {options.rate:g} steps/s, p{percent}"
+        rows.append(at_most(name, through - straight, most_ms, "ms", detail))
+    return rows
+
+
+async def bench_flat_out(
+    ways: Ways, sandboxes: list[Sandbox], pids: dict[str, int], seconds: float
+) -> list[Row]:
+    before = {name: cpu_s(pid) for name, pid in pids.items()}
+    own_s = time.process_time()
+    rate = await flat_out(ways, sandboxes, seconds)
+    spent = {name: cpu_s(pid) - before[name] for name, pid in pids.items()}
+    spent["client"] = time.process_time() - own_s
+    each = ", ".join(f"{name} {cpu / (rate * seconds) * 1e3:.2f}" for name, cpu in spent.items())
+    busy = f"; CPU ms a step: {each}; {sum(spent.values()) / seconds:.1f} of {os.cpu_count()} cores had"
+    return [at_least("steps through the gateway, all desktops at once", rate, 300, "a second", busy)]
+
+
+async def bench_memory(
+    ways: Ways, sandboxes: list[Sandbox], pid: int, options: argparse.Namespace
+) -> list[Row]:
+    """The gateway's memory under steady work, seen every half minute."""
+    seen = [rss_mb(pid)]
+    for _ in range(round(2 * options.minutes)):
+        await paced(ways, sandboxes, options.rate, 30.0)
+        seen.append(rss_mb(pid))
+    half = len(seen) // 2
+    growth_mb = statistics.mean(seen[half:]) - statistics.mean(seen[1 : half + 1])
+    name = f"gateway memory over {options.minutes:g} minutes: second half less first half"
+    return [at_most(name, growth_mb, 2.0, "MB", f" ({seen[0]:.0f} MB at first, {seen[-1]:.0f} MB at last)")]
 
 
 async def run(options: argparse.Namespace) -> None:
@@ -119,7 +159,7 @@ async def run(options: argparse.Namespace) -> None:
     )
     with tempfile.TemporaryDirectory() as folder:
         async with LocalCluster(config, Path(folder)) as cluster, AsyncExitStack() as stack:
-            assert cluster.gateway
+            assert cluster.gateway and cluster.host
             pid = cluster.gateway.process.pid
             client = await stack.enter_async_context(SandboxClient(cluster.url, cluster.token, config))
             start = time.perf_counter()
@@ -129,17 +169,16 @@ async def run(options: argparse.Namespace) -> None:
             ways = Ways(cluster, registration(Path(folder)))
             stack.push_async_callback(ways.close)
             await flat_out(ways, sandboxes, 2.0)
-            before_mb, before_s = rss_mb(pid), cpu_s(pid)
-            spent = await paced(ways, sandboxes, options.rate, options.seconds)
-            gateway_ms = (cpu_s(pid) - before_s) / len(spent[False]) * 1e3
-            rate = await flat_out(ways, sandboxes, options.seconds / 2)
-            print(f"| {options.desktops} fake desktops, {os.cpu_count()} cores | |\n|---|---|")
-            row("acquire, one after another", f"{acquire_ms:.1f} ms each")
-            row(f"step through the gateway, {options.rate:g} steps/s, p50 / p99", quantiles(spent[False]))
-            row("step straight to the host, the same moments, p50 / p99", quantiles(spent[True]))
-            row("gateway CPU a step", f"{gateway_ms:.2f} ms")
-            row("steps a second, all desktops at once", f"{rate:.0f}")
-            row("gateway RSS before / after", f"{before_mb:.0f} / {rss_mb(pid):.0f} MB")
+            rows = [Row("acquire, one after another", f"{acquire_ms:.1f} ms each")]
+            rows += await bench_added(ways, sandboxes, pid, options)
+            pids = {"gateway": pid, "host": cluster.host.process.pid}
+            rows += await bench_flat_out(ways, sandboxes, pids, options.seconds / 2)
+            if options.minutes:
+                rows += await bench_memory(ways, sandboxes, pid, options)
+            show(
+                f"{options.desktops} leased fake desktops of 640x384, gateway, host and client on one machine",
+                rows,
+            )
 
 
 def main() -> None:
@@ -150,6 +189,9 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=20.0)
     parser.add_argument(
         "--rate", type=float, default=100.0, help="steps started a second, both ways together"
+    )
+    parser.add_argument(
+        "--minutes", type=float, default=0.0, help="watch the memory for so long at that rate"
     )
     asyncio.run(run(parser.parse_args()))
 

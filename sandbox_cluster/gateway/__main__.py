@@ -43,12 +43,17 @@ async def _run(options: argparse.Namespace) -> None:
     from sandbox_cluster.gateway.app import create_app
     from sandbox_cluster.gateway.state import State
     from sandbox_cluster.serving import Tokens, bind, event, parse_tokens, read_token_file, serve
+    from slime_cua.core.errors import PreflightError
 
     if options.tokens:
         clients, hosts = read_token_file(options.tokens)
     else:
         clients = parse_tokens(os.environ.get(CLIENT_TOKENS, ""), CLIENT_TOKENS)
         hosts = parse_tokens(os.environ.get(HOST_TOKENS, ""), HOST_TOKENS)
+        if set(clients.values()) & set(hosts.values()):
+            raise PreflightError(
+                f"{CLIENT_TOKENS} and {HOST_TOKENS} share a token: a client could pass for a host; give each its own"
+            )
     if options.listen_fd is not None:
         sock = socket.socket(fileno=options.listen_fd)
     else:

@@ -21,9 +21,11 @@ from sandbox_cluster.gateway.passthrough import PassThrough
 from sandbox_cluster.gateway.services import Services
 from sandbox_cluster.gateway.state import LeaseRecord, State
 from sandbox_cluster.gateway.upstream import Upstream
-from sandbox_cluster.serving import Tokens, event, install_errors, wait_disconnect
+from sandbox_cluster.serving import Tokens, event, install_errors, parsed, read_body, wait_disconnect
 
 MAX_BODY_BYTES = 96 << 20
+MAX_TALK_BYTES = 1 << 20
+"""Of what asks for a lease, or what a host says of itself."""
 _CALLS: dict[str, tuple[str, type[BaseModel] | None, type[BaseModel] | None, float]] = {
     "step": ("POST", api.StepRequest, api.StepReply, 30.0),
     "execute": ("POST", api.ExecuteRequest, api.ExecuteReply, 60.0),
@@ -48,7 +50,7 @@ class Gateway:
 
     async def forward(self, lease: LeaseRecord, call: str, request: Request, default_s: float) -> Response:
         """Send the call to the lease's host, once, and give its answer back as it is."""
-        body = await read_body(request)
+        body = await read_body(request, MAX_BODY_BYTES)
         timeout_s = given(request.headers.get(DEADLINE_HEADER), default_s)
         host = self.broker.hosts.by_id[lease.host_id].registration
         query = f"?{request.url.query}" if request.url.query else ""
@@ -72,17 +74,6 @@ class Gateway:
         return Response(
             reply.content, reply.status, media_type=reply.headers.get("content-type", "application/json")
         )
-
-
-async def read_body(request: Request) -> bytes:
-    """The whole body. Raises ApiError `bad_request` above MAX_BODY_BYTES."""
-    parts, size = [], 0
-    async for part in request.stream():
-        size += len(part)
-        if size > MAX_BODY_BYTES:
-            raise ApiError("bad_request", f"the body is larger than {MAX_BODY_BYTES >> 20} MiB")
-        parts.append(part)
-    return b"".join(parts)
 
 
 def create_app(state: State, clients: Tokens, hosts: Tokens, *, host_timeout_s: float = 10.0) -> FastAPI:
@@ -113,6 +104,12 @@ def create_app(state: State, clients: Tokens, hosts: Tokens, *, host_timeout_s: 
     return app
 
 
+def _takes(body: type[BaseModel]) -> dict[str, Any]:
+    """The body of a route that reads it itself, for the OpenAPI page."""
+    content = {"application/json": {"schema": body.model_json_schema()}}
+    return {"requestBody": {"required": True, "content": content}}
+
+
 def _service_routes(app: FastAPI, gateway: Gateway) -> None:
     @app.get("/healthz")
     async def healthz() -> dict[str, Any]:
@@ -128,9 +125,10 @@ def _service_routes(app: FastAPI, gateway: Gateway) -> None:
 def _lease_routes(app: FastAPI, gateway: Gateway) -> None:
     broker, leases = gateway.broker, gateway.broker.leases
 
-    @app.post("/v1/leases", response_model=api.Lease)
-    async def acquire(request: Request, body: api.AcquireRequest) -> api.Lease:
+    @app.post("/v1/leases", response_model=api.Lease, openapi_extra=_takes(api.AcquireRequest))
+    async def acquire(request: Request) -> api.Lease:
         principal = gateway.clients.principal(request)
+        body = await parsed(request, api.AcquireRequest, MAX_TALK_BYTES)
         lease = await broker.acquire(principal, body, lambda: wait_disconnect(request))
         return leases.body(lease)
 
@@ -162,7 +160,6 @@ def _call_routes(app: FastAPI, gateway: Gateway) -> None:
             lease = gateway.broker.leases.use(lease_id, gateway.clients.principal(request))
             return await gateway.forward(lease, name, request, default_s)
 
-        content = {"application/json": {"schema": body.model_json_schema()}} if body else None
         app.add_api_route(
             f"/v1/leases/{{lease_id}}/{name}",
             call,
@@ -170,7 +167,7 @@ def _call_routes(app: FastAPI, gateway: Gateway) -> None:
             name=name,
             responses={200: {"model": reply}} if reply else None,
             response_class=Response,
-            openapi_extra={"requestBody": {"required": True, "content": content}} if content else None,
+            openapi_extra=_takes(body) if body else None,
         )
 
     for name, (method, body, reply, default_s) in _CALLS.items():
@@ -190,13 +187,15 @@ def _host_routes(app: FastAPI, gateway: Gateway) -> None:
         gateway.clients.principal(request)
         return broker.drain(host_id).view()
 
-    @app.post("/v1/hosts", status_code=204)
-    async def register(request: Request, body: api.HostRegistration) -> Response:
+    @app.post("/v1/hosts", status_code=204, openapi_extra=_takes(api.HostRegistration))
+    async def register(request: Request) -> Response:
         gateway.hosts.principal(request)
-        broker.register(body)
+        broker.register(await parsed(request, api.HostRegistration, MAX_TALK_BYTES))
         return Response(status_code=204)
 
-    @app.post("/v1/hosts/{host_id}/beat", response_model=api.HostBeatReply)
-    async def beat(request: Request, host_id: str, body: api.HostBeat) -> api.HostBeatReply:
+    @app.post(
+        "/v1/hosts/{host_id}/beat", response_model=api.HostBeatReply, openapi_extra=_takes(api.HostBeat)
+    )
+    async def beat(request: Request, host_id: str) -> api.HostBeatReply:
         gateway.hosts.principal(request)
-        return broker.beat(host_id, body)
+        return broker.beat(host_id, await parsed(request, api.HostBeat, MAX_TALK_BYTES))

@@ -10,6 +10,8 @@ from sandbox_cluster.errors import ApiError
 from sandbox_cluster.gateway.state import LeaseRecord, State
 
 FORGET_S = 600.0
+ALIVE_S = 3.0
+"""A host that was heard so lately is alive (it beats every second): another agent does not get its name."""
 
 
 @dataclass
@@ -45,6 +47,15 @@ class Host:
             last_error=self.last_error,
         )
 
+    def is_another(self, registration: HostRegistration) -> bool:
+        """Is that an agent beside this one? At one address only one can listen: there it is this one, started again."""
+        mine = self.registration
+        return mine.epoch != registration.epoch and mine.url != registration.url
+
+    def is_heard(self, now: float) -> bool:
+        """Was there a sign of life a moment ago, other than that of an end?"""
+        return now - self.last_beat_mono < ALIVE_S and (bool(self.leases) or not self.is_draining)
+
     def fits(self, need: Requirements) -> bool:
         has = self.registration
         return (
@@ -72,9 +83,17 @@ class Hosts:
         self.by_id = {host.host_id: Host(host, now) for host in state.hosts()}
 
     def register(self, registration: HostRegistration) -> None:
-        """Add or renew a host. Raises ApiError when it cannot be written."""
-        self._state.put_host(registration)
+        """Add or renew a host. Raises ApiError `conflict` while another agent of its name is alive, `unavailable` when it
+        cannot be written."""
         now = time.monotonic()
+        known = self.by_id.get(registration.host_id)
+        if known is not None and known.is_another(registration) and known.is_heard(now):
+            raise ApiError(
+                "conflict",
+                f"another agent is host {registration.host_id}: the one at {known.registration.url} is alive; "
+                "give each agent its own --host-id",
+            )
+        self._state.put_host(registration)
         host = self.by_id.setdefault(registration.host_id, Host(registration, now))
         host.registration, host.last_beat_mono = registration, now
         host.is_lost = host.is_draining = False

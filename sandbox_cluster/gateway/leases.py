@@ -24,6 +24,7 @@ class Leases:
         self._by_secret: dict[str, str] = {}
         self._deadlines: dict[str, float] = {}
         self._num_in_flight: dict[str, int] = {}
+        self._ended_mono: dict[str, float] = {}
 
     def load(self) -> list[LeaseRecord]:
         """All leases of the last life; the live ones get one more ttl."""
@@ -31,6 +32,8 @@ class Leases:
             self._index(lease)
             if lease.state == "live":
                 self.touch(lease)
+            elif lease.state == "ended":
+                self._ended_mono[lease.lease_id] = time.monotonic()
         return list(self.by_id.values())
 
     def add(self, lease: LeaseRecord) -> None:
@@ -48,6 +51,7 @@ class Leases:
         """Over for the client from now on. `ended` if the desktop is known to be gone, else `ending`."""
         lease.state = "ended" if is_desktop_gone else "ending"
         lease.reason, lease.ended_s = reason, time.time()
+        self._ended_mono[lease.lease_id] = time.monotonic()
         self._deadlines.pop(lease.lease_id, None)
         self._by_secret.pop(lease.secret, None)
         self.save(lease)
@@ -133,20 +137,29 @@ class Leases:
 
     def _index(self, lease: LeaseRecord) -> None:
         self.by_id[lease.lease_id] = lease
-        self._by_key[(lease.principal, lease.key)] = lease.lease_id
+        if lease.has_key:
+            self._by_key[(lease.principal, lease.key)] = lease.lease_id
         if lease.state in ("placing", "live"):
             self._by_secret[lease.secret] = lease.lease_id
 
     def forget_key(self, lease: LeaseRecord) -> None:
-        """The key got no desktop: it may ask again."""
+        """The key got no desktop: it may ask again, after a restart, too."""
+        if lease.has_key:
+            lease.has_key = False
+            self.save(lease)
+        self._drop_key(lease)
+
+    def _drop_key(self, lease: LeaseRecord) -> None:
         if self._by_key.get((lease.principal, lease.key)) == lease.lease_id:
             del self._by_key[(lease.principal, lease.key)]
 
     def forget_old(self) -> None:
-        """Drop what ended KEEP_ENDED_S ago. Raises ApiError when the disk is full; tried again later."""
-        edge = time.time() - KEEP_ENDED_S
-        old = [one for one in self.by_id.values() if one.state == "ended" and one.ended_s < edge]
+        """Drop what ended KEEP_ENDED_S ago, by no clock that can be stepped (a restart counts as the end, again).
+        Raises ApiError when the disk is full; tried again later."""
+        edge = time.monotonic() - KEEP_ENDED_S
+        old = [self.by_id[one] for one, ended in self._ended_mono.items() if ended < edge]
+        old = [lease for lease in old if lease.state == "ended"]
         for lease in old:
-            del self.by_id[lease.lease_id]
-            self.forget_key(lease)
+            del self.by_id[lease.lease_id], self._ended_mono[lease.lease_id]
+            self._drop_key(lease)
         self._state.drop_leases(lease.lease_id for lease in old)

@@ -19,6 +19,7 @@ from sandbox_cluster.errors import ApiError
 from sandbox_cluster.gateway.broker import Broker
 from sandbox_cluster.gateway.state import LeaseRecord
 from sandbox_cluster.gateway.upstream import Upstream
+from sandbox_cluster.relay import raw_tail
 from sandbox_cluster.serving import wait_disconnect
 
 REPEAT_S = 15.0
@@ -54,11 +55,11 @@ class PassThrough:
         body = await request.body()
         content_type = request.headers.get("content-type", "")
         if request.method == "GET":
-            return await self._send(lease, request, path, body, content_type)
+            return await self._send(lease, request, body, content_type)
         digest = hashlib.sha256(b"\0".join((path.encode(), body))).hexdigest()
         call = self._known(lease, digest)
         if call is None:
-            call = _Call(asyncio.ensure_future(self._send(lease, request, path, body, content_type)))
+            call = _Call(asyncio.ensure_future(self._send(lease, request, body, content_type)))
             self._calls[(lease.lease_id, digest)] = call
         return await self._deliver(request, call, (lease.lease_id, digest))
 
@@ -85,11 +86,9 @@ class PassThrough:
         finally:
             leaving.cancel()
 
-    async def _send(
-        self, lease: LeaseRecord, request: Request, path: str, body: bytes, content_type: str
-    ) -> Response:
+    async def _send(self, lease: LeaseRecord, request: Request, body: bytes, content_type: str) -> Response:
         query = f"?{request.url.query}" if request.url.query else ""
-        target = f"/v1/leases/{lease.lease_id}/server/{path}{query}"
+        target = f"/v1/leases/{lease.lease_id}/server/{raw_tail(request.scope, 4)}{query}"
         host = self._broker.hosts.by_id[lease.host_id].registration
         headers = {"content-type": content_type} if content_type else {}
         try:

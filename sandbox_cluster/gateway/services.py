@@ -43,7 +43,7 @@ class Services:
             headers = relay.passed(request.headers)
             if "authorization" in request.headers:
                 headers[relay.AUTHORIZATION] = request.headers["authorization"]
-            target = _target(lease, service, path, request.url.query)
+            target = _target(lease, service, relay.raw_tail(request.scope, 4), request.url.query)
             body = await request.body()
             with self._broker.leases.in_flight(lease):
                 reply = await self._upstream.call(
@@ -73,7 +73,7 @@ class Services:
                 while lease.state == "live":  # noqa: ASYNC110 -- a lease ends in many ways
                     await asyncio.sleep(ENDED_POLL_S)
 
-            target = _target(lease, service, path, websocket.url.query)
+            target = _target(lease, service, relay.raw_tail(websocket.scope, 4), websocket.url.query)
             headers = relay.passed(websocket.headers)
             await relay.relay_websocket(
                 websocket,

@@ -5,19 +5,20 @@ Heartbeats are not written: a lease that is live here was live when the gateway 
 
 from __future__ import annotations
 
-import fcntl
 import os
 import sqlite3
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from pydantic import BaseModel
 
 from sandbox_cluster.api import HostRegistration
 from sandbox_cluster.errors import ApiError
+from sandbox_cluster.serving import event, hold
 from slime_cua.core.errors import PreflightError
 
+R = TypeVar("R", bound=BaseModel)
 LeaseState = Literal["placing", "live", "ending", "ended"]
 """placing: a host is being asked. ending: over for the client, the host has not yet said that the desktop is gone."""
 
@@ -49,6 +50,8 @@ class LeaseRecord(BaseModel):
     state: LeaseState = "placing"
     reason: str = ""
     """Why it ended."""
+    has_key: bool = True
+    """False: the placement came to nothing, its key is as if never used."""
     granted_s: float = 0.0
     ended_s: float = 0.0
 
@@ -63,8 +66,7 @@ class State:
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             path = folder / "gateway.sqlite"
             os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))
-            self._lock = os.open(folder / "gateway.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-            _lock(self._lock, folder)
+            self._lock = hold(folder, "gateway")
             self._db = sqlite3.connect(path, isolation_level=None, timeout=2.0, check_same_thread=False)
             self._db.execute("PRAGMA journal_mode=WAL")
             self._db.execute("PRAGMA synchronous=NORMAL")
@@ -82,8 +84,7 @@ class State:
         os.close(self._lock)
 
     def hosts(self) -> list[HostRegistration]:
-        rows = self._db.execute("SELECT body FROM hosts")
-        return [HostRegistration.model_validate_json(body) for (body,) in rows]
+        return self._read("hosts", "host_id", HostRegistration)
 
     def put_host(self, host: HostRegistration) -> None:
         self._write("INSERT OR REPLACE INTO hosts VALUES (?, ?)", (host.host_id, host.model_dump_json()))
@@ -92,9 +93,7 @@ class State:
         self._write("DELETE FROM hosts WHERE host_id = ?", (host_id,))
 
     def leases(self) -> list[LeaseRecord]:
-        return [
-            LeaseRecord.model_validate_json(body) for (body,) in self._db.execute("SELECT body FROM leases")
-        ]
+        return self._read("leases", "lease_id", LeaseRecord)
 
     def put_lease(self, lease: LeaseRecord) -> None:
         self._write(
@@ -106,6 +105,17 @@ class State:
         for lease_id in lease_ids:
             self._write("DELETE FROM leases WHERE lease_id = ?", (lease_id,))
 
+    def _read(self, table: str, key: str, kind: type[R]) -> list[R]:
+        """All rows. One that cannot be read is dropped: its host is told that the lease is over, or registers again."""
+        found = []
+        for name, body in self._db.execute(f"SELECT {key}, body FROM {table}").fetchall():
+            try:
+                found.append(kind.model_validate_json(body))
+            except ValueError as error:
+                event("state_row_dropped", table=table, row=name, error=str(error)[:300])
+                self._write(f"DELETE FROM {table} WHERE {key} = ?", (name,))
+        return found
+
     def _write(self, statement: str, values: tuple[Any, ...]) -> None:
         try:
             self._db.execute(statement, values)
@@ -114,12 +124,3 @@ class State:
                 "unavailable",
                 f"the gateway cannot write its state in {self.folder} ({error}): free space there; nothing was changed",
             ) from None
-
-
-def _lock(handle: int, folder: Path) -> None:
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise PreflightError(
-            f"another gateway keeps its state in {folder}: stop it, or choose another folder with --state"
-        ) from None

@@ -48,7 +48,8 @@ class Forwarder:
 
         @app.api_route("/{path:path}", methods=["GET", "POST"])
         async def forward(request: Request, path: str) -> Response:
-            target = f"/{path}?{request.url.query}" if request.url.query else f"/{path}"
+            target = request.scope["raw_path"].decode()
+            target = f"{target}?{request.url.query}" if request.url.query else target
             kind = request.headers.get("content-type", "")
             try:
                 reply = await self._control.call(request.method, target, await request.body(), kind, CALL_S)

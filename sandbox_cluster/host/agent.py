@@ -16,6 +16,8 @@ from slime_cua.core.errors import PreflightError
 
 BEAT_S = 1.0
 CALL_S = 5.0
+NAME_S = 8.0
+"""So long an agent that has our name may still be an earlier life of ours."""
 ORPHAN_S = 600.0
 """So long without a gateway: the leases' clients cannot reach their desktops either; they are ended."""
 
@@ -44,6 +46,7 @@ class Agent:
         self._is_registered = False
         self._is_draining = False
         self._heard_mono = time.monotonic()
+        self._refused_mono: float | None = None
         self.news = asyncio.Event()
         """Set it to beat at once."""
         self.registered = asyncio.Event()
@@ -57,7 +60,7 @@ class Agent:
 
     async def close(self) -> None:
         """Tell the gateway, if it listens, that the desktops end now."""
-        self._is_draining = True
+        self._is_draining = self._bindings.is_closed = True
         for lease_id in self._bindings.lease_ids:
             self._bindings.lose(lease_id, "the host stopped")
         with contextlib.suppress(Exception):
@@ -67,7 +70,7 @@ class Agent:
 
     async def drain(self, timeout_s: float) -> None:
         """Take no new lease; return when the last one has ended or time is over."""
-        self._is_draining = True
+        self._is_draining = self._bindings.is_closed = True
         self.news.set()
         event("draining", num_leases=len(self._bindings.lease_ids))
         end = time.monotonic() + timeout_s
@@ -97,13 +100,22 @@ class Agent:
             raise PreflightError(
                 "the gateway does not know this host's token: give both the same SLIME_CUA_HOST_TOKENS"
             )
+        if reply.status_code == 409:
+            self._refused(reply.json()["error"]["message"])
         if reply.status_code in (400, 404, 422):
             raise PreflightError(
                 f"the gateway at {self._client.base_url} refused this host: {reply.text[:300]}"
             )
         if reply.status_code == 204:
-            self._is_registered = True
+            self._is_registered, self._refused_mono = True, None
             self.registered.set()
+
+    def _refused(self, why: str) -> None:
+        """Another agent has the name. An earlier life of ours falls silent soon; one that does not is somebody else."""
+        if self._refused_mono is None:
+            self._refused_mono = time.monotonic()
+        if time.monotonic() - self._refused_mono > NAME_S:
+            raise PreflightError(why)
 
     async def _beat(self) -> None:
         lost = dict(self._bindings.lost)

@@ -65,7 +65,14 @@ def _action_routes(app: FastAPI, bindings: Bindings, tokens: Tokens) -> None:
     @app.post("/v1/leases/{lease_id}/execute", response_class=Response)
     async def execute(request: Request, lease_id: str, body: api.ExecuteRequest) -> Response:
         tokens.principal(request)
-        reply = await bindings.execute(lease_id, body, _deadline_s(request, body.timeout_s + 10.0))
+        limit_s = _deadline_s(request, body.timeout_s + 10.0)
+        if body.timeout_s >= limit_s:
+            raise ApiError(
+                "bad_request",
+                f"timeout_s={body.timeout_s:g} is more than this call may take ({limit_s:.1f} s): nothing was run; "
+                f"lower it, or send a longer {DEADLINE_HEADER}",
+            )
+        reply = await bindings.execute(lease_id, body, limit_s)
         return Response(reply.model_dump_json(), media_type="application/json")
 
     @app.get("/v1/leases/{lease_id}/screenshot", response_class=Response)
@@ -117,7 +124,7 @@ def _port_routes(app: FastAPI, bindings: Bindings, tokens: Tokens) -> None:
         headers = relay.passed(request.headers)
         if relay.AUTHORIZATION in request.headers:
             headers["authorization"] = request.headers[relay.AUTHORIZATION]
-        target = _target(path, request.url.query)
+        target = _target(relay.raw_tail(request.scope, 6), request.url.query)
         body = await request.body()
         desktop = watched.desktop
         return relay.to_response(
@@ -133,7 +140,7 @@ def _port_routes(app: FastAPI, bindings: Bindings, tokens: Tokens) -> None:
             tokens.principal(websocket)
             _, watched = bindings.get(lease_id)
             async with relay.inside(watched.desktop, service) as (session, url):
-                target = url + _target(path, websocket.url.query)
+                target = url + _target(relay.raw_tail(websocket.scope, 6), websocket.url.query)
                 headers = relay.passed(websocket.headers)
                 await relay.relay_websocket(
                     websocket, lambda protocols: open_websocket(session, target, headers, protocols)
@@ -162,4 +169,5 @@ class _PassThrough:
             return
         path = "/" + scope["path_params"]["path"]
         plain = {name: scope[name] for name in _SCOPE if name in scope}
-        await inner({**plain, "path": path, "raw_path": path.encode(), "root_path": ""}, receive, send)
+        raw_path = f"/{relay.raw_tail(scope, 5)}".encode()
+        await inner({**plain, "path": path, "raw_path": raw_path, "root_path": ""}, receive, send)

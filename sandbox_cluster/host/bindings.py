@@ -48,6 +48,8 @@ class Bindings:
         self._ended: OrderedDict[str, str] = OrderedDict()
         self.lost: dict[str, str] = {}
         self._end_event = asyncio.Event()
+        self.is_closed = False
+        """The host stops: no new lease, the old ones go on."""
 
     def next_end(self) -> asyncio.Task[object]:
         """Done when the next lease ends."""
@@ -63,6 +65,8 @@ class Bindings:
         if lease_id in self._ended:
             raise ApiError("gone", f"lease {lease_id} has ended here: {self._ended[lease_id]}")
         binding = self._by_id.get(lease_id)
+        if binding is None and self.is_closed:
+            raise ApiError("unavailable", "this host stops and takes no new lease")
         if binding is None:
             binding = Binding(lease_id, request, asyncio.ensure_future(self._pool.take(request.wait_s)))
             self._by_id[lease_id] = binding

@@ -28,10 +28,10 @@ from sandbox_cluster.judge.jail import Jail
 from sandbox_cluster.providers import make_provider
 from sandbox_cluster.providers.base import SandboxProvider
 from sandbox_cluster.providers.marks import end_marked, set_mark
-from sandbox_cluster.serving import Tokens, bind, event, parse_tokens, serve
+from sandbox_cluster.serving import Tokens, bind, event, hold, parse_tokens, serve
 from slime_cua.config.base import validate
 from slime_cua.config.sandbox import SandboxConfig
-from slime_cua.core.errors import ConfigError
+from slime_cua.core.errors import ConfigError, PreflightError
 
 
 @dataclass
@@ -110,7 +110,23 @@ async def _run(options: argparse.Namespace, config: SandboxConfig, host_tokens: 
     token = next(iter(parse_tokens(host_tokens, "SLIME_CUA_HOST_TOKENS").values()))
     host_id = options.host_id or socket.gethostname()
     state = options.state or Path(f"/var/tmp/slime_cua-{os.geteuid()}") / host_id
-    state.mkdir(parents=True, exist_ok=True, mode=0o700)
+    try:
+        state.mkdir(parents=True, exist_ok=True, mode=0o700)
+        lock = hold(state, "host")
+    except OSError as error:
+        raise PreflightError(
+            f"the host cannot keep its state in {state}: {error}; free space there, or choose another --state"
+        ) from None
+    try:
+        await _serve(options, config, token, host_id, state)
+    finally:
+        os.close(lock)
+
+
+async def _serve(
+    options: argparse.Namespace, config: SandboxConfig, token: str, host_id: str, state: Path
+) -> None:
+    """With the state folder held: what an earlier life left there may be ended now, and nobody else's."""
     jail = Jail()
     await jail.check()
     provider = make_provider(config.provider, config, state, host_id, config.max_boots)

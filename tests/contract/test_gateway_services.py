@@ -174,6 +174,24 @@ def test_two_gateways_do_not_share_a_state_folder(tmp_path: Path) -> None:
     assert done.returncode == 2 and "another gateway keeps its state" in done.stderr
 
 
+async def test_a_second_host_with_the_same_state_does_not_touch_the_first_ones_desktops(
+    tmp_path: Path,
+) -> None:
+    """It would take them for those of an earlier life of itself, and end them."""
+    async with LocalCluster(CONFIG, tmp_path) as cluster:
+        first = cluster.host
+        assert first is not None
+        async with (
+            SandboxClient(cluster.url, cluster.token, CONFIG) as client,
+            client.lease(key="k") as sandbox,
+        ):
+            with pytest.raises(PreflightError, match=r"another host keeps its state in .*--state"):
+                await asyncio.to_thread(cluster.start_host)
+            cluster.host = first
+            assert first.process.poll() is None
+            assert (await sandbox.screenshot()).png
+
+
 def test_an_unknown_provider_is_a_sentence_with_the_known_ones(tmp_path: Path) -> None:
     bad = CONFIG.model_copy(update={"provider": "nothing"})
     cluster = LocalCluster(bad, tmp_path)

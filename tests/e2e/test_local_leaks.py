@@ -142,6 +142,24 @@ async def test_golden_home_is_copied_and_a_write_stays_in_its_desktop(
 
 
 @needs_root
+async def test_the_hosts_own_x_locks_stale_or_alive_are_nobodys_business(
+    make: Callable[..., LocalProvider],
+) -> None:
+    """Case R41: a desktop's display is in a /tmp of its own, so neither lock stands in its way and none is removed."""
+    locks = {Path("/tmp/.X7901-lock"): 2**22 - 1, Path("/tmp/.X7902-lock"): os.getpid()}
+    for lock, pid in locks.items():
+        lock.write_text(f"{pid:10d}\n")
+    try:
+        desktop = await make().boot(0)
+        shown = await desktop.run("ls -a /tmp; xdpyinfo | grep 'name of display'", is_shell=True)
+        assert "X790" not in shown.stdout and ":0" in shown.stdout
+        assert (await desktop.screenshot()).png
+        assert all(lock.exists() for lock in locks)
+    finally:
+        for lock in locks:
+            lock.unlink(missing_ok=True)
+
+
 async def test_empty_groups_of_dead_owners_are_swept_and_groups_in_use_stay() -> None:
     found = limits.find_backend()
     if found.version == 0:
