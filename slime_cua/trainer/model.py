@@ -16,6 +16,7 @@ import megatron_patches
 from slime_cua.config.trainer import TrainerConfig
 from slime_cua.convert import ExpertLayout, TensorInfo, expert_layout, read_config
 from slime_cua.kernels.linear_logprob import linear_logprob
+from slime_cua.trainer.attention_check import check_packed_attention
 from slime_cua.trainer.batch import Microbatch
 from slime_cua.trainer.lora import Adapters
 from slime_cua.trainer.routing import Routing
@@ -50,6 +51,8 @@ class PolicyModel:
             **{**hf_to_mcore_config(hf_config), **_megatron_options(config, text_config)}
         )
         self.module = get_mcore_model(self.config)[0]
+        if torch.cuda.is_available() and config.dtype == "bf16":
+            check_packed_attention(self.module, DTYPES[config.dtype], torch.device("cuda"))
         _keep_float32(self.module, tensors)
         _keep_expert_layout(self.config.bridge, expert_layout(tensors, read_config(hf_dir)))
         if not is_empty:

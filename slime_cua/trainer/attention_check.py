@@ -1,0 +1,95 @@
+"""Does the attention kernel of this machine compute right gradients for packed sequences? Asked once, before anything is trained.
+
+Transformer Engine 2.11.0 with torch 2.11.0+cu130 on an H200 does not, for 24 heads of 256 over 4 key heads, packed and causal: the output is
+right (0.002 from float64), the query gradient is 0.20 away and those of keys and values are NaN.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from slime_cua.core.errors import ConfigError
+
+LENGTHS = (200, 456)
+"""Tokens of the two packed sequences."""
+MAX_DISTANCE = 0.05
+"""Relative distance of output and gradients to float32; bf16 rounding is below 0.01."""
+
+
+def check_packed_attention(model: torch.nn.Module, dtype: torch.dtype, device: torch.device) -> None:
+    """ConfigError unless output and gradients of the model's packed attention agree with plain attention in float32.
+
+    Asks the first TEDotProductAttention of `model`, on random queries, keys and values of its head counts; nothing is kept.
+    """
+    layer = next((m for m in model.modules() if type(m).__name__ == "TEDotProductAttention"), None)
+    if layer is None:
+        return
+    apart = _distances(layer, dtype, device)
+    worst = max(apart, key=lambda name: apart[name] if math.isfinite(apart[name]) else math.inf)
+    if not apart[worst] <= MAX_DISTANCE:
+        raise ConfigError(
+            f"packed attention is wrong on this machine: {worst} is {apart[worst]:.3f} away from float32 "
+            f"(relative; at most {MAX_DISTANCE}) with {layer.config.num_attention_heads} heads of {layer.config.kv_channels}. "
+            "Choose another kernel of Transformer Engine (NVTE_FUSED_ATTN=0 or NVTE_FLASH_ATTN=0) or another release, or uninstall "
+            "transformer_engine: the plain one that comes with slime_cua takes its place"
+        )
+
+
+def _distances(layer: Any, dtype: torch.dtype, device: torch.device) -> dict[str, float]:
+    """Relative distance of output, dq, dk and dv to plain attention in float32."""
+    from megatron.core.packed_seq_params import PackedSeqParams
+    from megatron.core.transformer.enums import AttnMaskType
+
+    config = layer.config
+    size = config.tensor_model_parallel_size
+    heads, groups = config.num_attention_heads // size, max(1, config.num_query_groups // size)
+    draw, total = torch.Generator().manual_seed(0), sum(LENGTHS)
+    start = [
+        torch.randn(total, count, config.kv_channels, generator=draw).to(device, dtype)
+        for count in (heads, groups, groups)
+    ]
+    upstream = torch.randn(total, heads * config.kv_channels, generator=draw).to(device, dtype)
+    ends = torch.tensor([0, LENGTHS[0], total], dtype=torch.int32, device=device)
+    packed = PackedSeqParams(
+        qkv_format="thd",
+        cu_seqlens_q=ends,
+        cu_seqlens_kv=ends,
+        max_seqlen_q=max(LENGTHS),
+        max_seqlen_kv=max(LENGTHS),
+    )
+
+    def kernel(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = layer(
+            q, k, v, None, attn_mask_type=AttnMaskType.padding_causal, packed_seq_params=packed
+        )
+        return result
+
+    found = _with_gradients(kernel, start, upstream)
+    truth = _with_gradients(_plain, [x.float() for x in start], upstream.float())
+    names = ("the output", "the gradient of queries", "the gradient of keys", "the gradient of values")
+    return {
+        name: float((a.float() - b).norm() / b.norm()) for name, a, b in zip(names, found, truth, strict=True)
+    }
+
+
+def _with_gradients(attend: Any, start: list[torch.Tensor], upstream: torch.Tensor) -> list[torch.Tensor]:
+    inputs = [x.detach().clone().requires_grad_() for x in start]
+    with torch.enable_grad():
+        output = attend(*inputs).reshape(upstream.shape)
+        gradients = torch.autograd.grad(output, inputs, upstream)
+    return [output.detach(), *gradients]
+
+
+def _plain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """Causal attention, sequence after sequence, [T, heads, width]."""
+    outputs = []
+    repeat = q.shape[1] // k.shape[1]
+    for q_LND, k_LGD, v_LGD in zip(*(x.split(LENGTHS) for x in (q, k, v)), strict=True):
+        k_NLD, v_NLD = (x.transpose(0, 1).repeat_interleave(repeat, 0) for x in (k_LGD, v_LGD))
+        scores = q_LND.transpose(0, 1) @ k_NLD.transpose(1, 2) / math.sqrt(q.shape[2])
+        hidden = torch.ones(scores.shape[1:], dtype=torch.bool, device=q.device).triu(1)
+        outputs.append((scores.masked_fill(hidden, -math.inf).softmax(-1) @ v_NLD).transpose(0, 1))
+    return torch.cat(outputs)
