@@ -48,7 +48,7 @@ def save_strategy(
             if order is not None:
                 state = dict(sorted(state.items(), key=lambda pair: order(pair[0])))
             # Read ahead, the writer would go through tensors by size.
-            ahead = {} if before_read is None else {"per_thread_copy_ahead": 0}
+            ahead: dict[str, Any] = {} if before_read is None else {"per_thread_copy_ahead": 0}
 
             def write() -> None:
                 torch_save(
