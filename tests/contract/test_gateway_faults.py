@@ -26,7 +26,7 @@ EVALUATOR = {
 
 @pytest.fixture
 async def rig(tmp_path: Path) -> Rig:
-    return Rig(tmp_path, host_timeout_s=1.5)
+    return Rig(tmp_path, host_timeout_s=60.0)
 
 
 def num_events(driver_files: dict[str, bytes]) -> int:
@@ -199,11 +199,12 @@ async def test_a_host_whose_boots_all_fail_says_why(rig: Rig) -> None:
     async with rig.gateway(), rig.host(slots=1, spares=0) as machine, rig.client() as client:
         machine.provider.faults.num_failing_boots = 1000
         with pytest.raises(SandboxError, match="did not boot"):
-            async with client.lease(key="a", timeout_s=2):
+            async with client.lease(key="a", timeout_s=8):
                 pass
 
 
 async def test_a_silent_host_costs_its_own_leases_and_nothing_else(rig: Rig) -> None:
+    rig.host_timeout_s = 1.5
     async with (
         rig.gateway(),
         rig.host("h1", slots=1) as lost,
@@ -261,10 +262,10 @@ async def test_a_lease_whose_client_died_with_the_gateway_is_reaped_after_its_tt
         host = rig.host("h1", slots=1, spares=0)
         machine = await host.__aenter__()
         async with rig.http() as http:
-            await http.post("/v1/leases", json=acquire_body("a", ttl_s=0.8))
+            await http.post("/v1/leases", json=acquire_body("a", ttl_s=6.0))
     async with rig.gateway(port), rig.http() as http:
         assert len((await http.get("/v1/leases")).json()) == 1
-        await eventually(lambda: machine.host.bindings.lease_ids == ())
+        await eventually(lambda: machine.host.bindings.lease_ids == (), 60.0)
         assert (await http.get("/v1/leases")).json() == []
         await host.__aexit__(None, None, None)
 

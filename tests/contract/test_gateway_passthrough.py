@@ -47,10 +47,10 @@ async def test_a_body_repeated_after_a_broken_connection_is_not_run_again(rig: R
         async with client.lease(key="k") as sandbox:
             url = f"{sandbox.osworld_path}/execute"
             body = {"command": "echo x >> /home/user/count", "shell": True}
-            machine.provider.faults.latency_s = 0.5
+            machine.provider.faults.latency_s = 3.0
             with pytest.raises(httpx.ReadTimeout):
-                await osworld.post(url, json=body, timeout=0.1)
-            again = await osworld.post(url, json=body, timeout=5)
+                await osworld.post(url, json=body, timeout=httpx.Timeout(60, read=1.0))
+            again = await osworld.post(url, json=body, timeout=60)
             assert again.json()["returncode"] == 0
             machine.provider.faults.latency_s = 0.0
             assert await sandbox.read_file("/home/user/count") == b"x\n"

@@ -118,7 +118,7 @@ def gateway(
         env={**os.environ, **(TOKENS if environment is None else environment)},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
         **more,
     )
 
@@ -156,7 +156,7 @@ def test_a_full_disk_is_a_sentence(tmp_path: Path) -> None:
         env={**os.environ, **TOKENS},
         stdout=subprocess.PIPE,
         stderr=write_end,
-        timeout=60,
+        timeout=300,
         preexec_fn=no_space,
     )
     os.close(write_end)
@@ -225,7 +225,7 @@ def test_a_host_with_a_wrong_token_says_so(tmp_path: Path) -> None:
             env={**os.environ, "SLIME_CUA_HOST_TOKENS": "x:wrong"},
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=300,
         )
     finally:
         cluster.stop()
