@@ -24,7 +24,7 @@ def check_packed_attention(model: torch.nn.Module, dtype: torch.dtype, device: t
 
     Asks the first TEDotProductAttention of `model`, on random queries, keys and values of its head counts; nothing is kept.
     """
-    layer = next((m for m in model.modules() if type(m).__name__ == "TEDotProductAttention"), None)
+    layer: Any = next((m for m in model.modules() if type(m).__name__ == "TEDotProductAttention"), None)
     if layer is None:
         return
     apart = _distances(layer, dtype, device)
