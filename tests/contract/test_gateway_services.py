@@ -107,7 +107,7 @@ async def test_sigterm_lets_leases_end_before_the_host_does(tmp_path: Path) -> N
                 with pytest.raises(SandboxError, match="draining"):
                     async with client.lease(key="other", timeout_s=0.5):
                         pass
-            assert await asyncio.to_thread(cluster.host.process.wait, 10) == 0
+            assert await asyncio.to_thread(cluster.host.process.wait, 60) == 0
 
 
 def gateway(
