@@ -15,15 +15,6 @@ from typing import Any
 
 CLASSES = {"qwen3_5": "Qwen3_5", "qwen3_5_moe": "Qwen3_5Moe"}
 """model_type -> stem of transformers' classes."""
-PREPROCESSOR = {
-    "image_processor_type": "Qwen2VLImageProcessorFast",
-    "patch_size": 16,
-    "merge_size": 2,
-    "temporal_patch_size": 2,
-    "size": {"shortest_edge": 1024, "longest_edge": 16777216},
-    "image_mean": [0.5, 0.5, 0.5],
-    "image_std": [0.5, 0.5, 0.5],
-}
 SHARD_BYTES = 4 << 30
 
 
@@ -31,6 +22,7 @@ def write_hollow_folder(folder: Path, config: dict[str, Any]) -> None:
     """A Hugging Face folder of the config's architecture, all tensors bf16; it takes no room on disk."""
     import transformers
 
+    from rollout.embedded.random_model import write_processor
     from slime_cua.convert import expected_shapes
 
     folder.mkdir(parents=True, exist_ok=True)
@@ -53,7 +45,7 @@ def write_hollow_folder(folder: Path, config: dict[str, Any]) -> None:
     )
     built.architectures = [f"{stem}ForConditionalGeneration"]
     built.save_pretrained(folder)
-    (folder / "preprocessor_config.json").write_text(json.dumps(PREPROCESSOR))
+    write_processor(folder)
     shards: list[dict[str, tuple[int, ...]]] = [{}]
     size = 0
     for name, shape in expected_shapes(folder).items():

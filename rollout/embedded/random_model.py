@@ -75,7 +75,7 @@ def write_random_model(folder: Path, spec: RandomModelSpec | None = None) -> Pat
                 torch.nn.init.normal_(parameter, mean=parameter.mean().item(), std=0.1)
     model.save_pretrained(folder)
     _name_what_others_read(folder)
-    _write_processor(folder)
+    write_processor(folder)
     return folder
 
 
@@ -175,7 +175,8 @@ def _write_tokenizer(folder: Path, vocab: int) -> tuple[dict[str, int], int]:
     return {token: index for index, token in enumerate(SPECIAL_TOKENS)}, padded
 
 
-def _write_processor(folder: Path) -> None:
+def write_processor(folder: Path) -> None:
+    """The image processor of the Qwen3.5 and Qwen3-VL families, as preprocessor_config.json."""
     processor = {
         "image_processor_type": "Qwen2VLImageProcessor",
         "processor_class": "Qwen3VLProcessor",

@@ -36,6 +36,7 @@ from slime_cua.core.types import Task
 from slime_cua.data.episodes import EpisodeStore
 from slime_cua.evaluation.statistics import bootstrap_success, paired_bootstrap
 from slime_cua.launch.cold_start import DEMONSTRATIONS
+from slime_cua.synthesis.starter.generate import FAMILIES, SCREEN_FAMILIES
 
 Scores = dict[str, float]
 """task -> mean score over its valid episodes."""
@@ -49,8 +50,7 @@ COMPARISONS = (
 CONTROL_MARGIN = 1.1
 """The control goes on with SFT for this times the minutes that RL is given: never less than RL's time with its last step."""
 POLL_S = 1.0
-NEEDS_NO_SCREEN = ("files", "editor", "theme")
-"""Families that a policy can solve by code from the instruction alone."""
+NO_SCREEN = set(FAMILIES) - set(SCREEN_FAMILIES)
 
 
 class Runner:
@@ -186,7 +186,7 @@ def table(by_seed: Sequence[Mapping[str, Scores]], tasks: Sequence[Task], num_re
 
 
 def _blind_line(pooled: Mapping[str, Scores], family: Mapping[str, str]) -> list[str]:
-    screen = {t for t, f in family.items() if f not in NEEDS_NO_SCREEN}
+    screen = {t for t, f in family.items() if f not in NO_SCREEN}
     base, rl, blind = (
         _mean({t: v for t, v in pooled[a].items() if t in screen}, family) for a in ("base", "rl", "blind")
     )

@@ -51,7 +51,7 @@ class PolicyModel:
             **{**hf_to_mcore_config(hf_config), **_megatron_options(config, text_config)}
         )
         self.module = get_mcore_model(self.config)[0]
-        if torch.cuda.is_available() and config.dtype == "bf16":
+        if torch.cuda.is_available() and config.dtype == "bf16" and not is_empty:
             check_packed_attention(self.module, DTYPES[config.dtype], torch.device("cuda"))
         _keep_float32(self.module, tensors)
         _keep_expert_layout(self.config.bridge, expert_layout(tensors, read_config(hf_dir)))

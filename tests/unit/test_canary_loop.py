@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import json
-import threading
 from collections.abc import Iterator, Sequence
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,6 +17,7 @@ from slime_cua.launch.canary import CanaryError, Images
 from slime_cua.launch.console import Console
 from slime_cua.launch.loop import Loop
 from slime_cua.launch.run_state import Batch, RunState
+from tests.unit.scripted_server import ScriptedServer
 
 MODEL = Path("models/tiny_base")
 IMAGE_TOKENS = 60
@@ -27,43 +25,24 @@ IMAGE_TOKENS = 60
 LOGP = -1.5
 
 
-class Engine:
+class Engine(ScriptedServer):
     """Always samples 30 and 31 with LOGP; a request counts images as models/tiny_base does."""
 
     def __init__(self) -> None:
         self.version, self.num_requests = 0, 0
-        engine = self
+        super().__init__()
 
-        class Handler(BaseHTTPRequestHandler):
-            def do_POST(self) -> None:
-                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-                engine.num_requests += 1
-                meta = {
-                    "finish_reason": {"type": "length"},
-                    "prompt_tokens": len(body["input_ids"])
-                    + (IMAGE_TOKENS - 1) * len(body.get("image_data", [])),
-                    "completion_tokens": 2,
-                    "cached_tokens": 0,
-                    "weight_version": str(engine.version),
-                    "output_token_logprobs": [[LOGP, 30, None], [LOGP, 31, None]],
-                }
-                data = json.dumps({"output_ids": [30, 31], "meta_info": meta}).encode()
-                self.send_response(200)
-                self.send_header("Content-Length", str(len(data)))
-                self.end_headers()
-                self.wfile.write(data)
-
-            def log_message(self, *_: object) -> None:
-                return
-
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self._server.daemon_threads = True
-        threading.Thread(target=self._server.serve_forever, daemon=True).start()
-        self.url = f"http://127.0.0.1:{self._server.server_address[1]}"
-
-    def close(self) -> None:
-        self._server.shutdown()
-        self._server.server_close()
+    def answer(self, path: str, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+        self.num_requests += 1
+        meta = {
+            "finish_reason": {"type": "length"},
+            "prompt_tokens": len(body["input_ids"]) + (IMAGE_TOKENS - 1) * len(body.get("image_data", [])),
+            "completion_tokens": 2,
+            "cached_tokens": 0,
+            "weight_version": str(self.version),
+            "output_token_logprobs": [[LOGP, 30, None], [LOGP, 31, None]],
+        }
+        return 200, {"output_ids": [30, 31], "meta_info": meta}
 
 
 class Trainer:

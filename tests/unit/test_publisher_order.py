@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import json
-import threading
 from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -13,41 +10,21 @@ import pytest
 import torch
 
 from slime_cua.trainer.publisher import DiskPublisher
+from tests.unit.scripted_server import ScriptedServer
 
 WEIGHTS = {"a": torch.ones(2, 3), "b": torch.zeros(4)}
 Answer = Callable[[str, dict[str, Any]], tuple[int, dict[str, Any]]]
 
 
-class ScriptedEngine:
+class ScriptedEngine(ScriptedServer):
     """An engine that writes down what it is asked; digests weights in a layout of its own, as SGLang does."""
 
     def __init__(self, digest: str = "x", cached_tokens: int = 0, refuses: str = "") -> None:
         self.asked: list[str] = []
         self.bodies: list[dict[str, Any]] = []
-        self.queries: dict[str, str] = {}
         self.version = "0"
         self.digest, self.cached_tokens, self.refuses = digest, cached_tokens, refuses
-        engine = self
-
-        class Handler(BaseHTTPRequestHandler):
-            def do_POST(self) -> None:
-                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-                path, _, query = self.path.partition("?")
-                engine.queries[path] = query
-                status, answer = engine.answer(path, body)
-                data = json.dumps(answer).encode()
-                self.send_response(status)
-                self.send_header("Content-Length", str(len(data)))
-                self.end_headers()
-                self.wfile.write(data)
-
-            def log_message(self, *_: object) -> None:
-                return
-
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self._server.daemon_threads = True
-        threading.Thread(target=self._server.serve_forever, daemon=True).start()
-        self.url = f"http://127.0.0.1:{self._server.server_address[1]}"
+        super().__init__()
 
     def answer(self, path: str, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
         self.asked.append(path)
@@ -61,10 +38,6 @@ class ScriptedEngine:
         if path == "/generate":
             return 200, {"meta_info": {"cached_tokens": self.cached_tokens, "weight_version": self.version}}
         return 200, {"success": True}
-
-    def close(self) -> None:
-        self._server.shutdown()
-        self._server.server_close()
 
 
 @pytest.fixture
