@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+import megatron_patches
 from megatron_patches.te_standin.attention import DotProductAttention
 from slime_cua.core.errors import ConfigError
 from slime_cua.trainer.attention_check import check_packed_attention
@@ -15,6 +16,12 @@ from slime_cua.trainer.attention_check import check_packed_attention
 CPU = torch.device("cpu")
 
 pytestmark = pytest.mark.filterwarnings("ignore:Transformer Engine and Apex", "ignore::DeprecationWarning")
+
+
+@pytest.fixture(autouse=True)
+def patched() -> None:
+    """As in a trainer: Megatron is imported with its patches, also for the tests that come later in this process."""
+    megatron_patches.apply()
 
 
 class TEDotProductAttention(torch.nn.Module):
