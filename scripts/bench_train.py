@@ -11,67 +11,35 @@
 Weights are random and made on the device. A batch is packed segments of ten screenshots of 1504x832 with 5 to 10 % trained
 tokens. Printed for each variant: tokens/s, model TFLOP/s, utilisation of the measured bf16 matrix rate, torch's peak of
 allocated memory beside the prediction of `slime-cua plan`; with --out also one JSON line each, and the memory by part.
-What happens when is on standard error; a process in which nothing moves for --stall-s says there where it stands.
+What happens when is on standard error; a phase there that lasts longer than --phase-s ends the process with its stacks. A variant that fails
+is a row that says why. Kernels are compiled and tuned at the first step, so there each layer is a phase.
 """
 
 from __future__ import annotations
 
 import argparse
-import faulthandler
 import gc
 import json
+import math
 import os
 import statistics
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack
+import traceback
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[1]), str(Path(__file__).resolve().parent)]
 
-from bench_train_model import random_weights, write_hollow_folder  # noqa: E402
+from bench_train_model import TINY_EXPERTS, TINY_TEXT, TINY_VISION, random_weights, write_hollow_folder  # noqa: E402
 from bench_train_segments import make_segments  # noqa: E402
-from bench_train_switches import SWITCHES, Memory, Swap  # noqa: E402
+from bench_train_switches import OFF, SWITCHES, VARIANTS, Memory, Swap  # noqa: E402
+from bench_train_watch import Phases, layers_marked  # noqa: E402
 
-STARTED = time.monotonic()
-TINY_TEXT = {
-    "vocab_size": 384,
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_key_head_dim": 16,
-    "linear_value_head_dim": 16,
-}
-TINY_EXPERTS = {
-    "num_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 32,
-    "shared_expert_intermediate_size": 32,
-}
-TINY_VISION = {"depth": 2, "hidden_size": 64, "intermediate_size": 128, "num_heads": 2, "out_hidden_size": 64}
-VARIANTS = {
-    "all": "everything on",
-    "no packing": "one segment a micro-batch, padded to the longest",
-    "all rows": "every row through the fused head",
-    "plain log-prob": "trained rows, fp32 logits and log-softmax of torch",
-    "whole tower": "each tensor-parallel rank runs the tower over all images",
-    "plain": "all four off: padding, all-row fp32 logits, undivided tower",
-}
-OFF = {
-    "all": frozenset[str](),
-    "no packing": frozenset({"packing"}),
-    "all rows": frozenset({"rows"}),
-    "plain log-prob": frozenset({"fused"}),
-    "whole tower": frozenset({"split"}),
-    "plain": frozenset({"packing", "rows", "fused", "split"}),
-}
+from slime_cua.core.ports import free_port  # noqa: E402
 
 
 @dataclass(frozen=True)
@@ -88,13 +56,7 @@ def main() -> int:
     options = _parser().parse_args()
     if options.compare:
         return compare(*options.compare)
-    job = Job(
-        int(os.environ.get("RANK", 0)),
-        int(os.environ.get("WORLD_SIZE", 1)),
-        os.environ.get("MASTER_ADDR", "127.0.0.1"),
-        # The launcher's store listens on MASTER_PORT itself.
-        int(os.environ.get("MASTER_PORT", 29400)) + 1,
-    )
+    job = this_job(os.environ)
     if job.world_size % options.tp:
         raise SystemExit(
             f"--tp {options.tp} does not divide the {job.world_size} processes that were started"
@@ -109,7 +71,17 @@ def main() -> int:
     else:
         bench.table(names)
     bench.close()
-    return 0
+    return 1 if bench.has_failed else 0
+
+
+def this_job(environment: Mapping[str, str]) -> Job:
+    """As torchrun says; without it one process that meets itself at a free port."""
+    world_size = int(environment.get("WORLD_SIZE", 1))
+    if world_size > 1 and "MASTER_PORT" not in environment:
+        raise SystemExit(f"WORLD_SIZE = {world_size} without MASTER_PORT: start the processes with torchrun")
+    # The launcher's store listens on MASTER_PORT itself.
+    port = int(environment["MASTER_PORT"]) + 1 if "MASTER_PORT" in environment else free_port()
+    return Job(int(environment.get("RANK", 0)), world_size, environment.get("MASTER_ADDR", "127.0.0.1"), port)
 
 
 class Bench:
@@ -117,6 +89,11 @@ class Bench:
 
     def __init__(self, options: argparse.Namespace, job: Job) -> None:
         self.options, self.job = options, job
+        self.phases = Phases(job.rank, options.phase_s)
+        self.mark = self.phases.mark
+        self.has_failed = False
+        """A variant failed otherwise than by memory."""
+        self._is_tuned = False
         self.mark("importing torch")
         import torch
 
@@ -149,6 +126,7 @@ class Bench:
         self.mark("making the model")
         with Swap(PolicyModel, "load_weights", random_weights(self.trainer.layout.device)):
             self.trainer.load(self.folder)
+        self.mark("drawing screenshots")
         self.samples, self.store = make_segments(
             self.trainer._patches, options.tokens, options.microbatches * self.parallel.dp, options.tiny
         )
@@ -157,14 +135,9 @@ class Bench:
 
     def close(self) -> None:
         """Leave the job."""
-        faulthandler.cancel_dump_traceback_later()
+        self.mark("leaving")
         self.trainer.close()
-
-    def mark(self, what: str) -> None:
-        """Say on standard error where this rank is; without the next one in --stall-s its stacks follow."""
-        faulthandler.dump_traceback_later(self.options.stall_s, repeat=True)
-        line = f"[{time.monotonic() - STARTED:6.1f} s, rank {self.job.rank}] {what}"
-        print(line, file=sys.stderr, flush=True)
+        self.phases.close()
 
     def say(self, line: str, **values: Any) -> None:
         """A line of the result, by rank 0; `values` as a JSON line in --out."""
@@ -176,7 +149,8 @@ class Bench:
                 file.write(json.dumps({**self._facts(), **values}) + "\n")
 
     def table(self, names: list[str]) -> None:
-        """One row a variant."""
+        """One row a variant; of one that fails, why."""
+        self.mark("measuring the matrix rate")
         peak_rate = self._matrix_rate() if self.has_gpu else float("nan")
         facts = self._facts()
         self.say(
@@ -186,27 +160,34 @@ class Bench:
             "|---|---|---|---|---|---|---|---|"
         )
         memory = Memory(self.torch)
-        for number in range(self.options.warmup):
-            self._step(f"warm-up step {number + 1} of {self.options.warmup}")
-        for name in names:
+        for place, name in enumerate(names):
             if OFF[name] == {"split"} and self.parallel.tp == 1:
                 continue
+            left = ",".join(names[place:])
+            self.phases.hint = f"Rows before it are on standard output; not done: --variants '{left}'"
             try:
                 self._row(name, peak_rate, memory)
-            except self.torch.OutOfMemoryError as error:
-                self.say(
-                    f"| {name} | {VARIANTS[name]} | out of memory | | | | | |", variant=name, oom=str(error)
-                )
-                if self.job.world_size > 1:
+            except Exception as error:
+                self._note_failure(name, error)
+                if self.job.world_size > 1:  # the other ranks are elsewhere: no collective would meet
                     raise
             self._release()
+
+    def _note_failure(self, name: str, error: Exception) -> None:
+        """Rows after one that failed are worth their time."""
+        is_memory = isinstance(error, self.torch.OutOfMemoryError)
+        reason = "out of memory" if is_memory else f"failed: {type(error).__name__}"
+        if not is_memory:
+            self.has_failed = True
+            traceback.print_exception(error)
+        self.say(f"| {name} | {VARIANTS[name]} | {reason} | | | | | |", variant=name, failure=str(error))
 
     def _row(self, name: str, peak_rate: float, memory: Memory) -> None:
         off = OFF[name]
         with ExitStack() as stack:
             for part in sorted(off):
                 stack.enter_context(SWITCHES[part](self))
-            self._step(f"{name}: warm-up")
+            self._warm_up(name)
             if self.has_gpu:
                 self.torch.cuda.reset_peak_memory_stats()
             times = [self._step(f"{name}: step {n + 1}") for n in range(self.options.steps)]
@@ -234,11 +215,11 @@ class Bench:
 
     def curve(self, num_steps: int) -> None:
         """Losses of `num_steps` supervised steps over one batch, as JSON."""
-        losses = []
+        losses: list[float] = []
         for number in range(num_steps):
-            losses.append(self.trainer.train_step(self.samples, self.store, "sft")["sft/loss"])
-            if number % 10 == 0:
-                self.mark(f"step {number}: loss {losses[-1]:.4f}")
+            self.mark(f"step {number + 1} of {num_steps}, loss {losses[-1] if losses else math.nan:.4f}")
+            with self._small_phases("step 1") if number == 0 else nullcontext():
+                losses.append(self.trainer.train_step(self.samples, self.store, "sft")["sft/loss"])
         result = {"tp": self.parallel.tp, "dtype": self.config.dtype, "losses": losses}
         if self.job.rank == 0 and self.options.out is not None:
             self.options.out.write_text(json.dumps(result))
@@ -257,6 +238,26 @@ class Bench:
                 sort_by=order, row_limit=60, max_name_column_width=90, top_level_events_only=False
             )
             target.write_text(table)
+
+    def _warm_up(self, name: str) -> None:
+        """Untimed steps of a variant: one, and --warmup more until one has passed; the first of all layer by layer."""
+        for number in range(1 if self._is_tuned else 1 + self.options.warmup):
+            what = f"{name}: warm-up {number + 1}"
+            with nullcontext() if self._is_tuned else self._small_phases(what):
+                self._step(what)
+            self._is_tuned = True
+
+    @contextmanager
+    def _small_phases(self, what: str) -> Iterator[None]:
+        """Inside, micro-batches, layers and the update of a step are phases."""
+        from slime_cua.trainer import progress
+
+        def mark(part: str) -> None:
+            self.mark(f"{what}: {part}")
+
+        layers = self.trainer.model._text.decoder.layers
+        with Swap(progress, "mark", mark), layers_marked(layers, mark):
+            yield
 
     def _step(self, what: str) -> float:
         """Seconds of one training step."""
@@ -371,7 +372,7 @@ class Bench:
     def _folder(self) -> Path:
         """The random model's folder; rank 0 writes it, the others wait."""
         layers = self.model_config["text_config"]["num_hidden_layers"]
-        kind = "tiny" if self.options.tiny else Path(self.options.model).name
+        kind = Path(self.options.model).name + ("-tiny" if self.options.tiny else "")
         folder = Path(self.options.scratch) / f"{kind}-{layers}"
         done = folder / "done"
         if self.job.rank == 0 and not done.is_file():
@@ -379,7 +380,7 @@ class Bench:
             write_hollow_folder(folder, self.model_config)
             done.write_text("")
         while not done.is_file():
-            if time.monotonic() - STARTED > self.options.timeout_s:
+            if self.phases.seconds() > self.options.timeout_s:
                 raise SystemExit(f"{folder} was not written within {self.options.timeout_s:.0f} s")
             time.sleep(0.2)
         return folder
@@ -424,7 +425,10 @@ def _arguments() -> Iterator[tuple[str, dict[str, Any]]]:
     yield "--curve", {"type": int, "default": 0, "help": "steps of a loss curve instead of the table"}
     yield "--out", {"type": Path, "default": None, "help": "JSON file of the curve; JSON lines of the table"}
     yield "--compare", {"nargs": 2, "type": Path, "default": None, "help": "two such files"}
-    yield "--stall-s", {"type": float, "default": 120.0, "help": "stacks to standard error after so long"}
+    yield (
+        "--phase-s",
+        {"type": float, "default": 240.0, "help": "deadline of a phase, as told on standard error"},
+    )
     yield "--timeout-s", {"type": float, "default": 600.0, "help": "of a collective"}
     yield (
         "--profile",

@@ -7,6 +7,23 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
 
+VARIANTS = {
+    "all": "everything on",
+    "no packing": "one segment a micro-batch, padded to the longest",
+    "all rows": "every row through the fused head",
+    "plain log-prob": "trained rows, fp32 logits and log-softmax of torch",
+    "whole tower": "each tensor-parallel rank runs the tower over all images",
+    "plain": "all four off: padding, all-row fp32 logits, undivided tower",
+}
+OFF = {
+    "all": frozenset[str](),
+    "no packing": frozenset({"packing"}),
+    "all rows": frozenset({"rows"}),
+    "plain log-prob": frozenset({"fused"}),
+    "whole tower": frozenset({"split"}),
+    "plain": frozenset({"packing", "rows", "fused", "split"}),
+}
+
 
 class Swap:
     """Set an attribute for the length of a block."""
