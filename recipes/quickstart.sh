@@ -15,25 +15,31 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 config=recipes/quickstart.yaml
-run_dir=runs/quickstart
+run_dir=
 fresh=
 overrides=()
+die() { printf 'quickstart: %s\n' "$*" >&2; exit 2; }
 while [ $# -gt 0 ]; do
   case "$1" in
     --fresh) fresh=1 ;;
     --minutes)
-      [ $# -gt 1 ] || { echo "quickstart: --minutes needs a number" >&2; exit 2; }
-      case "$2" in ''|*[!0-9]*) echo "quickstart: --minutes takes a whole number, not '$2'" >&2; exit 2 ;; esac
-      if [ "$2" -lt 12 ]; then config=recipes/quickstart_tour.yaml; run_dir=runs/quickstart_tour; else overrides+=("minutes=$(($2 - 10))"); fi
+      [ $# -gt 1 ] || die "--minutes needs a number"
+      [[ $2 =~ ^[0-9]{1,6}$ && ! $2 =~ ^0*$ ]] || die "--minutes takes a whole number above 0, not '$2'"
+      minutes=$((10#$2))
+      if [ "$minutes" -lt 12 ]; then config=recipes/quickstart_tour.yaml; else overrides+=("minutes=$((minutes - 10))"); fi
       shift ;;
     run_dir=*) run_dir=${1#run_dir=} ;;
     -h|--help) sed -n '2,17s/^# \{0,1\}//p' "$0"; exit 0 ;;
     *=*) overrides+=("$1") ;;
-    *) echo "quickstart: unknown argument '$1'; try --help" >&2; exit 2 ;;
+    *) die "unknown argument '$1'; try --help" ;;
   esac
   shift
 done
+run_dir=${run_dir:-runs/$(basename "$config" .yaml)}
 bash scripts/env.sh
-[ -z "$fresh" ] || rm -rf -- "$run_dir"
+if [ -n "$fresh" ] && [ -e "$run_dir" ]; then
+  [ -f "$run_dir/lock" ] && [ -d "$run_dir/logs" ] || die "$run_dir is no run directory: --fresh removes nothing else"
+  flock -n "$run_dir/lock" rm -rf -- "$run_dir" || die "$run_dir stays: a run is at work in it, or it cannot be removed"
+fi
 export OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 exec .venv/bin/python -m slime_cua.train --config "$config" "run_dir=$run_dir" ${overrides[@]+"${overrides[@]}"}

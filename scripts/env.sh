@@ -12,6 +12,7 @@ say() { printf '\033[1m[env]\033[0m %s\n' "$*"; }
 die() { printf '[env] error: %s\n' "$*" >&2; exit 1; }
 
 mapfile -t wanted < scripts/apt.txt
+[ -x .venv/bin/pip ] || "$python" -c 'import ensurepip' 2>/dev/null || wanted+=("$(basename "$python")-venv")
 missing=()
 if command -v dpkg-query >/dev/null; then
   for package in "${wanted[@]}"; do
@@ -31,7 +32,7 @@ if [ ${#missing[@]} -gt 0 ]; then
   fi
 fi
 
-"$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || die "$python is older than 3.11: set SLIME_CUA_PYTHON"
+"$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || die "$python is missing or older than 3.11: install a newer one, then set SLIME_CUA_PYTHON"
 mark=.venv/.installed
 stamp=$(cat requirements/cpu.lock setup.py scripts/env.sh | sha256sum | cut -d' ' -f1)
 if [ -f "$mark" ] && [ "$(cat "$mark")" = "$stamp" ]; then exit 0; fi
@@ -48,13 +49,17 @@ if ! .venv/bin/python -c 'import torch' 2>/dev/null; then
   if command -v nvidia-smi >/dev/null && nvidia-smi -L >/dev/null 2>&1; then
     say "a GPU is here: installing $torch_pin as pip resolves it (a CUDA build, about 3 GB to download)"
     install "$torch_pin" numpy
-  elif "${pip[@]}" install --dry-run --quiet --ignore-installed --report - "$torch_pin" 2>/dev/null | grep -qiE '"name": *"(nvidia|cuda)'; then
-    index=${SLIME_CUA_TORCH_INDEX:-https://download.pytorch.org/whl/cpu}
-    say "installing the CPU build of $torch_pin from $index (about 200 MB to download)"
-    install --index-url "$index" "$torch_pin"
   else
-    say "installing the CPU build of $torch_pin (about 200 MB to download)"
-    install "$torch_pin"
+    # Held whole, not piped: a grep that ends at its first match would fail pip, and the pipe with it.
+    resolved=$("${pip[@]}" install --dry-run --quiet --ignore-installed --report - "$torch_pin" 2>>.venv/pip.log || true)
+    if [ -z "$resolved" ] || grep -qiE '"name": *"(nvidia|cuda)' <<<"$resolved"; then
+      index=${SLIME_CUA_TORCH_INDEX:-https://download.pytorch.org/whl/cpu}
+      say "installing the CPU build of $torch_pin from $index (about 200 MB to download)"
+      install --index-url "$index" "$torch_pin"
+    else
+      say "installing the CPU build of $torch_pin (about 200 MB to download)"
+      install "$torch_pin"
+    fi
   fi
 fi
 say "installing the pinned Python packages of requirements/cpu.lock (about 500 MB to download)"
