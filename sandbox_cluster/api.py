@@ -15,8 +15,8 @@
     ANY    /g/{secret}/server/{path}       OSWorld's guest endpoints of the leased desktop; no token, the secret is one
     ANY    /g/{secret}/{cdp|vlc}/{path}    Chrome's debugger (websockets, too) and VLC inside the leased desktop
     Hosts, with a host token: POST /v1/hosts HostRegistration; POST /v1/hosts/{id}/beat HostBeat -> HostBeatReply
-    Errors: {"error": {"kind": "...", "message": "what and what to do"}} with 400, 401, 404, 409, 410, 503, 504.
-Kinds: bad_request, task, unauthorized, not_found, conflict, gone, unavailable, timeout, unknown_outcome, desktop, internal.
+    Errors: {"error": {"kind": "...", "message": "what and what to do"}} with 400, 401, 404, 409, 410, 413, 503, 504.
+Kinds: bad_request, task, unauthorized, not_found, conflict, gone, too_large, unavailable, timeout, unknown_outcome, desktop, internal.
 `Authorization: Bearer TOKEN` on all but /healthz, /docs and /g. An `action_id` makes a repeated step or execute return the first result.
 """
 

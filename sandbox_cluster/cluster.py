@@ -95,7 +95,13 @@ class LocalCluster:
     def _gateway(self, *listen: str, handles: tuple[int, ...] = ()) -> Service:
         return Service(
             "gateway",
-            [*listen, "--state", str(self.state_dir / "gateway")],
+            [
+                *listen,
+                "--state",
+                str(self.state_dir / "gateway"),
+                "--max-body-mb",
+                str(self.config.max_body_mb),
+            ],
             {CLIENT_TOKENS: f"run:{self.token}", HOST_TOKENS: f"run:{self._host_token}"},
             self.state_dir / "gateway.log",
             handles,

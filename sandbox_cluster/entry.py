@@ -7,6 +7,19 @@ import asyncio
 import sys
 from collections.abc import Awaitable, Callable
 
+DEFAULT_MAX_BODY_MB = 512
+"""As in config.sandbox.SandboxConfig."""
+
+
+def add_body_option(parser: argparse.ArgumentParser) -> None:
+    """The limit that gateway and hosts share."""
+    parser.add_argument(
+        "--max-body-mb",
+        type=int,
+        default=DEFAULT_MAX_BODY_MB,
+        help="largest body of a call on a lease, uploads included, in MiB; the config's sandbox.max_body_mb",
+    )
+
 
 def add_parent_options(parser: argparse.ArgumentParser) -> None:
     """How a process that starts the service hears that it is ready, and takes it along when it ends."""

@@ -19,6 +19,7 @@ STATUS = {
     "not_found": 404,
     "conflict": 409,
     "gone": 410,
+    "too_large": 413,
     "internal": 500,
     "desktop": 503,
     "unavailable": 503,

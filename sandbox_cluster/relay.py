@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import re
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import AsyncIterable, Awaitable, Callable, Iterable, Mapping
 from typing import Any
 
 import aiohttp
@@ -21,7 +21,7 @@ from sandbox_cluster.errors import ApiError
 from sandbox_cluster.providers.base import CDP_PORT, VLC_PORT
 from sandbox_cluster.providers.desktop import Desktop
 from sandbox_cluster.serving import error_response
-from sandbox_cluster.wire import Reply
+from sandbox_cluster.wire import Reply, read_reply
 
 SERVICES = {"cdp": CDP_PORT, "vlc": VLC_PORT}
 AUTHORIZATION = "x-relay-authorization"
@@ -113,17 +113,24 @@ async def inside(desktop: Desktop, service: str) -> Any:
 
 
 async def call_inside(
-    desktop: Desktop, service: str, method: str, target: str, body: bytes, headers: Mapping[str, str]
+    desktop: Desktop,
+    service: str,
+    method: str,
+    target: str,
+    body: bytes | AsyncIterable[bytes],
+    headers: Mapping[str, str],
 ) -> Reply:
-    """One HTTP request to a service of the desktop, sent once. ApiError `unavailable` when nobody listens there."""
+    """One HTTP request to a service of the desktop, sent once. ApiError `unavailable` when nobody listens there.
+
+    body: one that comes in parts needs a content-length among the headers.
+    """
     async with inside(desktop, service) as (session, url):
         try:
             limit = aiohttp.ClientTimeout(total=CALL_S)
             async with session.request(
                 method, url + target, data=body, headers=headers, timeout=limit, allow_redirects=False
             ) as reply:
-                content = await reply.read()
-                return Reply(reply.status, {k.lower(): v for k, v in reply.headers.items()}, content)
+                return await read_reply(reply)
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             raise ApiError(
                 "unavailable",

@@ -18,13 +18,12 @@ import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response
-from pydantic import BaseModel, ValidationError
 from starlette.requests import HTTPConnection
 
 from sandbox_cluster.errors import ApiError, to_api
@@ -32,7 +31,6 @@ from sandbox_cluster.wire import MAX_MESSAGE_BYTES
 from slime_cua.core.errors import PreflightError, SlimeCuaError
 
 log = logging.getLogger("sandbox_cluster")
-B = TypeVar("B", bound=BaseModel)
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -134,26 +132,8 @@ def check_tokens(clients: Mapping[str, str], hosts: Mapping[str, str]) -> None:
         raise ValueError("a token is given twice")
 
 
-async def read_body(request: Request, most_bytes: int) -> bytes:
-    """The whole body. Raises ApiError `bad_request` above `most_bytes`."""
-    parts, size = [], 0
-    async for part in request.stream():
-        size += len(part)
-        if size > most_bytes:
-            raise ApiError("bad_request", f"the body is larger than {most_bytes >> 20} MiB")
-        parts.append(part)
-    return b"".join(parts)
-
-
-async def parsed(request: Request, kind: type[B], most_bytes: int) -> B:
-    """The body as `kind`. Called after the token was looked at. Raises ApiError `bad_request` naming the field."""
-    try:
-        return kind.model_validate_json(await read_body(request, most_bytes))
-    except ValidationError as error:
-        raise ApiError("bad_request", _faults(error.errors())) from None
-
-
-def _faults(errors: Sequence[Any]) -> str:
+def faults(errors: Sequence[Any]) -> str:
+    """The fields of a body that are wrong, and how."""
     return "; ".join(f"{'.'.join(str(part) for part in one['loc'])}: {one['msg']}" for one in errors[:5])
 
 
@@ -162,7 +142,7 @@ def install_errors(app: FastAPI) -> None:
 
     @app.exception_handler(RequestValidationError)
     async def _invalid(request: Request, error: RequestValidationError) -> Response:
-        return error_response(ApiError("bad_request", _faults(error.errors())))
+        return error_response(ApiError("bad_request", faults(error.errors())))
 
     @app.exception_handler(SlimeCuaError)
     async def _known(request: Request, error: SlimeCuaError) -> Response:

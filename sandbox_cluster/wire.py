@@ -7,7 +7,7 @@ itself on a connection that was closed while idle; those of ours (GET, PUT, DELE
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Mapping
+from collections.abc import AsyncIterable, Iterable, Mapping
 from dataclasses import dataclass
 
 import aiohttp
@@ -19,6 +19,8 @@ CONNECT_S = 4.0
 WEBSOCKET_S = 20.0
 MAX_MESSAGE_BYTES = 96 << 20
 """Of one websocket message: Chrome's debugger sends whole pages and screenshots in one."""
+MAX_REPLY_BYTES = 512 << 20
+"""A longer reply is not kept: a program of the policy's may be what answers, and it may never end."""
 IDLE_S = 20.0
 """Less than the services' keep-alive, so that no request meets a connection that is being closed."""
 
@@ -35,6 +37,22 @@ class Reply:
     headers: dict[str, str]
     """Names in lower case."""
     content: bytes
+
+
+class ReplyTooLong(aiohttp.ClientError):
+    """The answer has more bytes than are kept."""
+
+
+async def read_reply(reply: aiohttp.ClientResponse, most_bytes: int = MAX_REPLY_BYTES) -> Reply:
+    """The answer in full. Raises ReplyTooLong, aiohttp.ClientError."""
+    parts, size = [], 0
+    async for part in reply.content.iter_any():
+        size += len(part)
+        if size > most_bytes:
+            raise ReplyTooLong(f"the reply has more than {most_bytes >> 20} MiB")
+        parts.append(part)
+    names = {name.lower(): value for name, value in reply.headers.items()}
+    return Reply(reply.status, names, b"".join(parts))
 
 
 async def open_websocket(
@@ -72,9 +90,17 @@ class Wire:
             await self._session.close()
 
     async def request(
-        self, method: str, url: str, body: bytes, headers: Mapping[str, str], timeout_s: float
+        self,
+        method: str,
+        url: str,
+        body: bytes | AsyncIterable[bytes],
+        headers: Mapping[str, str],
+        timeout_s: float,
     ) -> Reply:
-        """The answer, whatever its status. Raises NotSentError, or UnknownOutcomeError when the reply was lost."""
+        """The answer, whatever its status. Raises NotSentError, or UnknownOutcomeError when the reply was lost.
+
+        body: one that comes in parts needs a content-length among the headers.
+        """
         session = self.session()
         limit = aiohttp.ClientTimeout(total=timeout_s, sock_connect=min(CONNECT_S, timeout_s))
         try:
@@ -86,9 +112,7 @@ class Wire:
                 timeout=limit,
                 allow_redirects=False,
             ) as reply:
-                content = await reply.read()
-                names = {name.lower(): value for name, value in reply.headers.items()}
-                return Reply(reply.status, names, content)
+                return await read_reply(reply)
         except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError, aiohttp.InvalidURL) as error:
             raise NotSentError(type(error).__name__) from None
         except (aiohttp.ClientError, TimeoutError, OSError) as error:

@@ -8,7 +8,7 @@ import socket
 import sys
 from pathlib import Path
 
-from sandbox_cluster.entry import add_parent_options, run_service
+from sandbox_cluster.entry import add_body_option, add_parent_options, run_service
 
 CLIENT_TOKENS = "SLIME_CUA_CLIENT_TOKENS"
 HOST_TOKENS = "SLIME_CUA_HOST_TOKENS"
@@ -30,6 +30,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--host-timeout-s", type=float, default=10.0, help="a host silent for so long is lost"
     )
+    add_body_option(parser)
     add_parent_options(parser)
     return parser.parse_args(arguments)
 
@@ -60,7 +61,11 @@ async def _run(options: argparse.Namespace) -> None:
         sock = bind(options.host, options.port)
     try:
         app = create_app(
-            State(options.state), Tokens(clients), Tokens(hosts), host_timeout_s=options.host_timeout_s
+            State(options.state),
+            Tokens(clients),
+            Tokens(hosts),
+            host_timeout_s=options.host_timeout_s,
+            max_body_mb=options.max_body_mb,
         )
         event("gateway_starts", address="{}:{}".format(*sock.getsockname()[:2]), state=str(options.state))
         await serve(app, sock, ready_fd=options.ready_fd, is_tied_to_stdin=options.tied_to_stdin)

@@ -13,7 +13,9 @@ from fastapi.responses import Response
 from pydantic import BaseModel
 
 from sandbox_cluster import api
+from sandbox_cluster.bodies import parsed, spooled
 from sandbox_cluster.deadlines import DEADLINE_HEADER, given
+from sandbox_cluster.entry import DEFAULT_MAX_BODY_MB
 from sandbox_cluster.errors import ApiError
 from sandbox_cluster.gateway.broker import Broker
 from sandbox_cluster.gateway.metrics import GatewayMetrics
@@ -21,9 +23,8 @@ from sandbox_cluster.gateway.passthrough import PassThrough
 from sandbox_cluster.gateway.services import Services
 from sandbox_cluster.gateway.state import LeaseRecord, State
 from sandbox_cluster.gateway.upstream import Upstream
-from sandbox_cluster.serving import Tokens, event, install_errors, parsed, read_body, wait_disconnect
+from sandbox_cluster.serving import Tokens, event, install_errors, wait_disconnect
 
-MAX_BODY_BYTES = 96 << 20
 MAX_TALK_BYTES = 1 << 20
 """Of what asks for a lease, or what a host says of itself."""
 _CALLS: dict[str, tuple[str, type[BaseModel] | None, type[BaseModel] | None, float]] = {
@@ -47,20 +48,22 @@ class Gateway:
     broker: Broker
     clients: Tokens
     hosts: Tokens
+    max_body_bytes: int
 
     async def forward(self, lease: LeaseRecord, call: str, request: Request, default_s: float) -> Response:
         """Send the call to the lease's host, once, and give its answer back as it is."""
-        body = await read_body(request, MAX_BODY_BYTES)
         timeout_s = given(request.headers.get(DEADLINE_HEADER), default_s)
         host = self.broker.hosts.by_id[lease.host_id].registration
         query = f"?{request.url.query}" if request.url.query else ""
         started = time.monotonic()
         outcome = "error"
         try:
-            with self.broker.leases.in_flight(lease):
-                reply = await self.upstream.call(
-                    host, request.method, f"/v1/leases/{lease.lease_id}/{call}{query}", body, timeout_s
-                )
+            leases = self.broker.leases
+            with await spooled(request, self.max_body_bytes, lambda: leases.touch(lease)) as body:
+                with leases.in_flight(leases.use(lease.lease_id, lease.principal)):
+                    reply = await self.upstream.call(
+                        host, request.method, f"/v1/leases/{lease.lease_id}/{call}{query}", body, timeout_s
+                    )
             outcome = str(reply.status)
         except ApiError as error:
             outcome = error.kind
@@ -68,7 +71,8 @@ class Gateway:
         finally:
             self.metrics.call_seconds.labels(call=call, outcome=outcome).observe(time.monotonic() - started)
         if reply.status >= 400:
-            event("call_failed", call=call, lease=lease.lease_id, task=lease.task_id, status=reply.status)
+            ids = {"lease": lease.lease_id, "task": lease.task_id, "episode": lease.episode_id}
+            event("call_failed", call=call, **ids, status=reply.status)
         if reply.status == 404 and lease.state != "live":
             raise ApiError("gone", f"lease {lease.lease_id} has ended: {lease.reason}")
         return Response(
@@ -76,11 +80,19 @@ class Gateway:
         )
 
 
-def create_app(state: State, clients: Tokens, hosts: Tokens, *, host_timeout_s: float = 10.0) -> FastAPI:
+def create_app(
+    state: State,
+    clients: Tokens,
+    hosts: Tokens,
+    *,
+    host_timeout_s: float = 10.0,
+    max_body_mb: int = DEFAULT_MAX_BODY_MB,
+) -> FastAPI:
     """The gateway over `state`; it closes `state` when it ends."""
+    max_body_bytes = max_body_mb << 20
     metrics, upstream = GatewayMetrics(), Upstream()
     broker = Broker(state, upstream, metrics, host_timeout_s=host_timeout_s)
-    gateway = Gateway(state, upstream, metrics, broker, clients, hosts)
+    gateway = Gateway(state, upstream, metrics, broker, clients, hosts, max_body_bytes)
 
     @contextlib.asynccontextmanager
     async def life(app: FastAPI) -> AsyncIterator[None]:
@@ -99,8 +111,8 @@ def create_app(state: State, clients: Tokens, hosts: Tokens, *, host_timeout_s: 
     _lease_routes(app, gateway)
     _service_routes(app, gateway)
     _host_routes(app, gateway)
-    PassThrough(broker, upstream).add_routes(app)
-    Services(broker, upstream).add_routes(app)
+    PassThrough(broker, upstream, max_body_bytes).add_routes(app)
+    Services(broker, upstream, max_body_bytes).add_routes(app)
     return app
 
 
@@ -185,7 +197,7 @@ def _host_routes(app: FastAPI, gateway: Gateway) -> None:
     @app.post("/v1/hosts/{host_id}/drain", response_model=api.HostView)
     async def drain(request: Request, host_id: str) -> api.HostView:
         gateway.clients.principal(request)
-        return broker.drain(host_id).view()
+        return broker.hosts.drain(host_id).view()
 
     @app.post("/v1/hosts", status_code=204, openapi_extra=_takes(api.HostRegistration))
     async def register(request: Request) -> Response:

@@ -172,14 +172,6 @@ class Broker:
         self.pump()
         return HostBeatReply(release=over, is_draining=host.is_draining)
 
-    def drain(self, host_id: str) -> Host:
-        """No new lease on this host. Raises ApiError `not_found`."""
-        host = self.hosts.by_id.get(host_id)
-        if host is None:
-            raise ApiError("not_found", f"there is no host {host_id}; see GET /v1/hosts")
-        host.is_draining = True
-        return host
-
     # placement
 
     def pump(self) -> None:

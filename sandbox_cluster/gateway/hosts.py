@@ -80,7 +80,9 @@ class Hosts:
         self._state = state
         self._timeout_s = timeout_s
         now = time.monotonic()
-        self.by_id = {host.host_id: Host(host, now) for host in state.hosts()}
+        self.by_id = {
+            host.host_id: Host(host, now, is_draining=state.is_drained(host)) for host in state.hosts()
+        }
 
     def register(self, registration: HostRegistration) -> None:
         """Add or renew a host. Raises ApiError `conflict` while another agent of its name is alive, `unavailable` when it
@@ -96,8 +98,18 @@ class Hosts:
         self._state.put_host(registration)
         host = self.by_id.setdefault(registration.host_id, Host(registration, now))
         host.registration, host.last_beat_mono = registration, now
-        host.is_lost = host.is_draining = False
+        host.is_lost, host.is_draining = False, self._state.is_drained(registration)
         host.num_ready, host.avoid_until_mono = 0, 0.0
+
+    def drain(self, host_id: str) -> Host:
+        """No new lease in this life of the host, after a restart of the gateway, too. Raises ApiError `not_found`,
+        `unavailable` when it cannot be written."""
+        host = self.by_id.get(host_id)
+        if host is None:
+            raise ApiError("not_found", f"there is no host {host_id}; see GET /v1/hosts")
+        self._state.put_drain(host_id, host.registration.epoch)
+        host.is_draining = True
+        return host
 
     def beat(self, host_id: str, beat: HostBeat) -> Host:
         """Note a sign of life. Raises ApiError `not_found` (register again) or `conflict` (another agent has the id)."""

@@ -30,9 +30,8 @@ class Leases:
         """All leases of the last life; the live ones get one more ttl."""
         for lease in self._state.leases():
             self._index(lease)
-            if lease.state == "live":
-                self.touch(lease)
-            elif lease.state == "ended":
+            self.touch(lease)
+            if lease.state == "ended":
                 self._ended_mono[lease.lease_id] = time.monotonic()
         return list(self.by_id.values())
 
@@ -96,7 +95,9 @@ class Leases:
         return lease
 
     def touch(self, lease: LeaseRecord) -> None:
-        self._deadlines[lease.lease_id] = time.monotonic() + lease.ttl_s
+        """A sign of life; of one that has ended it is none."""
+        if lease.state == "live":
+            self._deadlines[lease.lease_id] = time.monotonic() + lease.ttl_s
 
     @contextlib.contextmanager
     def in_flight(self, lease: LeaseRecord) -> Iterator[None]:
@@ -109,8 +110,7 @@ class Leases:
             count[lease.lease_id] -= 1
             if not count[lease.lease_id]:
                 del count[lease.lease_id]
-            if lease.state == "live":
-                self.touch(lease)
+            self.touch(lease)
 
     def expired(self) -> list[LeaseRecord]:
         """Live leases without a sign of life for their ttl."""

@@ -7,7 +7,6 @@ have acted the answer is 200 with the failure inside, and the same body within R
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import json
 import time
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from dataclasses import dataclass
 from fastapi import FastAPI, Request
 from fastapi.responses import Response
 
+from sandbox_cluster.bodies import Spooled, spooled
 from sandbox_cluster.errors import ApiError
 from sandbox_cluster.gateway.broker import Broker
 from sandbox_cluster.gateway.state import LeaseRecord
@@ -23,7 +23,8 @@ from sandbox_cluster.relay import raw_tail
 from sandbox_cluster.serving import wait_disconnect
 
 REPEAT_S = 15.0
-CALL_S = 240.0
+CALL_S = 3660.0
+"""More than the desktop's own server gives its longest call (a bash script: an hour), so that the server speaks first."""
 _KEPT_HEADERS = ("content-type", "content-disposition")
 
 
@@ -36,8 +37,8 @@ class _Call:
 
 
 class PassThrough:
-    def __init__(self, broker: Broker, upstream: Upstream) -> None:
-        self._broker, self._upstream = broker, upstream
+    def __init__(self, broker: Broker, upstream: Upstream, max_body_bytes: int) -> None:
+        self._broker, self._upstream, self._max_body_bytes = broker, upstream, max_body_bytes
         self._calls: dict[tuple[str, str], _Call] = {}
 
     def add_routes(self, app: FastAPI) -> None:
@@ -51,24 +52,30 @@ class PassThrough:
 
     async def handle(self, request: Request, secret: str, path: str) -> Response:
         """Send the request to the desktop's OSWorld server. Unknown or ended secret: 401."""
-        lease = self._broker.leases.use_secret(secret)
-        body = await request.body()
-        content_type = request.headers.get("content-type", "")
-        if request.method == "GET":
-            return await self._send(lease, request, body, content_type)
-        digest = hashlib.sha256(b"\0".join((path.encode(), body))).hexdigest()
-        call = self._known(lease, digest)
-        if call is None:
-            call = _Call(asyncio.ensure_future(self._send(lease, request, body, content_type)))
-            self._calls[(lease.lease_id, digest)] = call
-        return await self._deliver(request, call, (lease.lease_id, digest))
+        leases = self._broker.leases
+        lease = leases.use_secret(secret)
+        query = f"?{request.url.query}" if request.url.query else ""
+        target = f"{raw_tail(request.scope, 4)}{query}"
+        body = await spooled(
+            request, self._max_body_bytes, lambda: leases.touch(lease), mark=target.encode() + b"\0"
+        )
+        with leases.in_flight(leases.use_secret(secret)):
+            key = (lease.lease_id, body.digest)
+            call = self._known(key) if request.method == "POST" else None
+            if call is not None:
+                body.close()
+                return await self._deliver(request, call, key)
+            call = _Call(asyncio.ensure_future(self._send(lease, request, target, body)))
+            if request.method == "POST":
+                self._calls[key] = call
+            return await self._deliver(request, call, key)
 
-    def _known(self, lease: LeaseRecord, digest: str) -> _Call | None:
+    def _known(self, key: tuple[str, str]) -> _Call | None:
         edge = time.monotonic() - REPEAT_S
-        for key, call in list(self._calls.items()):
+        for one, call in list(self._calls.items()):
             if call.broken_mono is not None and call.task.done() and call.broken_mono < edge:
-                del self._calls[key]
-        known = self._calls.get((lease.lease_id, digest))
+                del self._calls[one]
+        known = self._calls.get(key)
         return known if known is not None and known.broken_mono is not None else None
 
     async def _deliver(self, request: Request, call: _Call, key: tuple[str, str]) -> Response:
@@ -79,21 +86,23 @@ class PassThrough:
                 call.broken_mono = time.monotonic()
                 raise ApiError("gone", "the client left")
             if not leaving.done():
-                self._calls.pop(key, None)
+                if self._calls.get(key) is call:
+                    del self._calls[key]
             else:
                 call.broken_mono = time.monotonic()
             return call.task.result()
         finally:
             leaving.cancel()
 
-    async def _send(self, lease: LeaseRecord, request: Request, body: bytes, content_type: str) -> Response:
-        query = f"?{request.url.query}" if request.url.query else ""
-        target = f"/v1/leases/{lease.lease_id}/server/{raw_tail(request.scope, 4)}{query}"
+    async def _send(self, lease: LeaseRecord, request: Request, target: str, body: Spooled) -> Response:
+        """Goes on when the client leaves, but no longer than the lease, which has no sign of life then."""
         host = self._broker.hosts.by_id[lease.host_id].registration
+        content_type = request.headers.get("content-type", "")
         headers = {"content-type": content_type} if content_type else {}
+        path = f"/v1/leases/{lease.lease_id}/server/{target}"
         try:
-            with self._broker.leases.in_flight(lease):
-                reply = await self._upstream.call(host, request.method, target, body, CALL_S, headers)
+            with body:
+                reply = await self._upstream.call(host, request.method, path, body, CALL_S, headers)
         except ApiError as error:
             return _failure(error, request.method)
         if reply.status >= 500 and request.method == "POST":

@@ -12,6 +12,7 @@ from fastapi.responses import Response
 
 from sandbox_cluster import relay
 from sandbox_cluster.api import HostRegistration
+from sandbox_cluster.bodies import spooled
 from sandbox_cluster.errors import ApiError
 from sandbox_cluster.gateway.broker import Broker
 from sandbox_cluster.gateway.state import LeaseRecord
@@ -22,8 +23,8 @@ _METHODS = ["GET", "PUT", "POST", "DELETE", "HEAD", "OPTIONS"]
 
 
 class Services:
-    def __init__(self, broker: Broker, upstream: Upstream) -> None:
-        self._broker, self._upstream = broker, upstream
+    def __init__(self, broker: Broker, upstream: Upstream, max_body_bytes: int) -> None:
+        self._broker, self._upstream, self._max_body_bytes = broker, upstream, max_body_bytes
 
     def add_routes(self, app: FastAPI) -> None:
         for service in relay.SERVICES:
@@ -44,11 +45,12 @@ class Services:
             if "authorization" in request.headers:
                 headers[relay.AUTHORIZATION] = request.headers["authorization"]
             target = _target(lease, service, relay.raw_tail(request.scope, 4), request.url.query)
-            body = await request.body()
-            with self._broker.leases.in_flight(lease):
-                reply = await self._upstream.call(
-                    self._host(lease), request.method, target, body, relay.CALL_S + 5.0, headers
-                )
+            leases = self._broker.leases
+            with await spooled(request, self._max_body_bytes, lambda: leases.touch(lease)) as body:
+                with leases.in_flight(leases.use_secret(secret)):
+                    reply = await self._upstream.call(
+                        self._host(lease), request.method, target, body, relay.CALL_S + 5.0, headers
+                    )
             response = relay.to_response(reply)
             if service == "cdp" and path.startswith("json") and reply.status == 200:
                 scheme = "wss" if request.url.scheme == "https" else "ws"

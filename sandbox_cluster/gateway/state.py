@@ -27,6 +27,7 @@ CREATE TABLE IF NOT EXISTS hosts (host_id TEXT PRIMARY KEY, body TEXT NOT NULL);
 CREATE TABLE IF NOT EXISTS leases (
     lease_id TEXT PRIMARY KEY, state TEXT NOT NULL, ended_s REAL NOT NULL DEFAULT 0, body TEXT NOT NULL);
 CREATE INDEX IF NOT EXISTS leases_by_state ON leases (state);
+CREATE TABLE IF NOT EXISTS drains (host_id TEXT PRIMARY KEY, epoch TEXT NOT NULL);
 """
 
 
@@ -91,6 +92,15 @@ class State:
 
     def drop_host(self, host_id: str) -> None:
         self._write("DELETE FROM hosts WHERE host_id = ?", (host_id,))
+        self._write("DELETE FROM drains WHERE host_id = ?", (host_id,))
+
+    def put_drain(self, host_id: str, epoch: str) -> None:
+        """That life of the host takes no new lease."""
+        self._write("INSERT OR REPLACE INTO drains VALUES (?, ?)", (host_id, epoch))
+
+    def is_drained(self, host: HostRegistration) -> bool:
+        found = self._db.execute("SELECT epoch FROM drains WHERE host_id = ?", (host.host_id,)).fetchone()
+        return found is not None and found[0] == host.epoch
 
     def leases(self) -> list[LeaseRecord]:
         return self._read("leases", "lease_id", LeaseRecord)

@@ -9,6 +9,7 @@ from typing import Any
 import aiohttp
 
 from sandbox_cluster.api import BindReply, BindRequest, HostRegistration
+from sandbox_cluster.bodies import Spooled
 from sandbox_cluster.deadlines import DEADLINE_HEADER, tighter
 from sandbox_cluster.errors import STATUS, ApiError
 from sandbox_cluster.wire import NotSentError, Reply, Wire, open_websocket
@@ -50,7 +51,7 @@ class Upstream:
         host: HostRegistration,
         method: str,
         path: str,
-        body: bytes,
+        body: bytes | Spooled,
         timeout_s: float,
         headers: dict[str, str] | None = None,
     ) -> Reply:
@@ -62,8 +63,11 @@ class Upstream:
             "authorization": f"Bearer {host.call_token}",
             DEADLINE_HEADER: f"{tighter(timeout_s):.3f}",
         }
+        content = body.content() if isinstance(body, Spooled) else body
+        if isinstance(body, Spooled) and not isinstance(content, bytes):
+            sent["content-length"] = str(body.size)
         try:
-            return await self._wire.request(method, host.url + path, body, sent, timeout_s)
+            return await self._wire.request(method, host.url + path, content, sent, timeout_s)
         except NotSentError as error:
             raise ApiError(
                 "unavailable", f"host {host.host_id} cannot be reached ({error}); nothing was done"

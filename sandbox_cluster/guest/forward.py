@@ -10,13 +10,15 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from sandbox_cluster.bodies import declared_bytes
 from sandbox_cluster.guest import server
 from sandbox_cluster.providers.desktop import Desktop
 from sandbox_cluster.providers.osworld_http import ControlServer
 from slime_cua.core.errors import SandboxError
 
-CALL_S = 1800.0
-"""Their server's own longest limit (opening a file). Callers have their own, shorter ones."""
+CALL_S = 3630.0
+"""More than their server gives its longest call: half an hour for opening a file, what the caller says for a bash script
+(an hour here at most). Callers have their own, shorter ones."""
 _KEPT_HEADERS = ("content-type", "content-disposition")
 
 
@@ -50,9 +52,10 @@ class Forwarder:
         async def forward(request: Request, path: str) -> Response:
             target = request.scope["raw_path"].decode()
             target = f"{target}?{request.url.query}" if request.url.query else target
-            kind = request.headers.get("content-type", "")
+            kind, size = request.headers.get("content-type", ""), declared_bytes(request.scope) or 0
             try:
-                reply = await self._control.call(request.method, target, await request.body(), kind, CALL_S)
+                body = request.stream() if size else b""
+                reply = await self._control.call(request.method, target, body, kind, CALL_S, size)
             except SandboxError as error:
                 return JSONResponse({"status": "error", "message": str(error)}, 503)
             kept = {name: reply.headers[name] for name in _KEPT_HEADERS if name in reply.headers}

@@ -7,7 +7,7 @@ import os
 import sys
 from pathlib import Path
 
-from sandbox_cluster.entry import add_parent_options, run_service
+from sandbox_cluster.entry import add_body_option, add_parent_options, run_service
 
 HOST_TOKENS = "SLIME_CUA_HOST_TOKENS"
 
@@ -52,6 +52,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--drain-timeout-s", type=float, default=30.0, help="after SIGTERM leases get so long to end"
     )
+    add_body_option(parser)
     add_parent_options(parser)
     return parser.parse_args(arguments)
 

@@ -11,6 +11,7 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from sandbox_cluster import api, relay
+from sandbox_cluster.bodies import Gate, declared_bytes
 from sandbox_cluster.deadlines import DEADLINE_HEADER, given, tighter
 from sandbox_cluster.errors import ApiError, to_api
 from sandbox_cluster.host.bindings import Bindings
@@ -21,12 +22,13 @@ from sandbox_cluster.wire import open_websocket
 _SCOPE = ("type", "asgi", "http_version", "method", "scheme", "query_string", "headers", "client", "server")
 
 
-def create_app(bindings: Bindings, work: Work, tokens: Tokens) -> FastAPI:
-    """Routes of one host agent."""
+def create_app(bindings: Bindings, work: Work, tokens: Tokens, max_body_bytes: int) -> FastAPI:
+    """Routes of one host agent; all but /healthz are for who has a token."""
     app = FastAPI(
         title="slime_cua sandbox host", version="1", docs_url=None, redoc_url=None, openapi_url=None
     )
     install_errors(app)
+    app.add_middleware(Gate, tokens=tokens, most_bytes=max_body_bytes, open_paths=frozenset({"/healthz"}))
 
     @app.get("/healthz")
     async def healthz() -> dict[str, Any]:
@@ -34,18 +36,16 @@ def create_app(bindings: Bindings, work: Work, tokens: Tokens) -> FastAPI:
 
     @app.put("/v1/leases/{lease_id}", response_model=api.BindReply)
     async def bind(request: Request, lease_id: str, body: api.BindRequest) -> api.BindReply:
-        tokens.principal(request)
         return await bindings.bind(lease_id, body)
 
     @app.delete("/v1/leases/{lease_id}", status_code=204)
     async def unbind(request: Request, lease_id: str) -> Response:
-        tokens.principal(request)
         bindings.unbind(lease_id)
         return Response(status_code=204)
 
-    _action_routes(app, bindings, tokens)
-    _work_routes(app, bindings, work, tokens)
-    guest = _PassThrough(bindings, work, tokens)
+    _action_routes(app, bindings)
+    _work_routes(app, bindings, work)
+    guest = _PassThrough(bindings, work)
     app.router.routes.append(Route("/v1/leases/{lease_id}/server/{path:path}", guest))
     _port_routes(app, bindings, tokens)
     return app
@@ -55,16 +55,14 @@ def _deadline_s(request: Request, default_s: float) -> float:
     return tighter(given(request.headers.get(DEADLINE_HEADER), default_s))
 
 
-def _action_routes(app: FastAPI, bindings: Bindings, tokens: Tokens) -> None:
+def _action_routes(app: FastAPI, bindings: Bindings) -> None:
     @app.post("/v1/leases/{lease_id}/step", response_class=Response)
     async def step(request: Request, lease_id: str, body: api.StepRequest) -> Response:
-        tokens.principal(request)
         reply = await bindings.step(lease_id, body, _deadline_s(request, 30.0))
         return Response(reply.model_dump_json(), media_type="application/json")
 
     @app.post("/v1/leases/{lease_id}/execute", response_class=Response)
     async def execute(request: Request, lease_id: str, body: api.ExecuteRequest) -> Response:
-        tokens.principal(request)
         limit_s = _deadline_s(request, body.timeout_s + 10.0)
         if body.timeout_s >= limit_s:
             raise ApiError(
@@ -77,7 +75,6 @@ def _action_routes(app: FastAPI, bindings: Bindings, tokens: Tokens) -> None:
 
     @app.get("/v1/leases/{lease_id}/screenshot", response_class=Response)
     async def screenshot(request: Request, lease_id: str) -> Response:
-        tokens.principal(request)
         _, watched = bindings.get(lease_id)
         async with asyncio.timeout(_deadline_s(request, 20.0)):
             capture = await watched.desktop.screenshot()
@@ -85,31 +82,30 @@ def _action_routes(app: FastAPI, bindings: Bindings, tokens: Tokens) -> None:
 
     @app.post("/v1/leases/{lease_id}/reset", response_model=api.BindReply)
     async def reset(request: Request, lease_id: str) -> api.BindReply:
-        tokens.principal(request)
         return await bindings.reset(lease_id, _deadline_s(request, 60.0))
 
 
-def _work_routes(app: FastAPI, bindings: Bindings, work: Work, tokens: Tokens) -> None:
+def _work_routes(app: FastAPI, bindings: Bindings, work: Work) -> None:
     @app.get("/v1/leases/{lease_id}/file", response_class=Response)
     async def file(request: Request, lease_id: str, path: str) -> Response:
-        tokens.principal(request)
         _, watched = bindings.get(lease_id)
         try:
-            data = await watched.desktop.get_file(path)
+            async with asyncio.timeout(_deadline_s(request, 50.0)):
+                data = await watched.desktop.get_file(path)
+        except TimeoutError:
+            raise
         except OSError as error:
             raise ApiError("not_found", f"{path}: {error.strerror or error}") from None
         return Response(data, media_type="application/octet-stream")
 
     @app.post("/v1/leases/{lease_id}/setup", response_model=api.SetupReply)
     async def setup(request: Request, lease_id: str, body: api.SetupRequest) -> api.SetupReply:
-        tokens.principal(request)
         _, watched = bindings.get(lease_id)
         with watched.busy():
             return await work.setup(watched.desktop, body, _deadline_s(request, body.timeout_s))
 
     @app.post("/v1/leases/{lease_id}/evaluate", response_model=api.EvaluateReply)
     async def evaluate(request: Request, lease_id: str, body: api.EvaluateRequest) -> api.EvaluateReply:
-        tokens.principal(request)
         _, watched = bindings.get(lease_id)
         with watched.busy():
             return await work.evaluate(watched.desktop, body, _deadline_s(request, body.timeout_s + 10.0))
@@ -119,13 +115,15 @@ def _port_routes(app: FastAPI, bindings: Bindings, tokens: Tokens) -> None:
     """Services inside the desktop: Chrome's debugger, VLC."""
 
     async def call(request: Request, lease_id: str, service: str, path: str) -> Response:
-        tokens.principal(request)
         _, watched = bindings.get(lease_id)
         headers = relay.passed(request.headers)
         if relay.AUTHORIZATION in request.headers:
             headers["authorization"] = request.headers[relay.AUTHORIZATION]
         target = _target(relay.raw_tail(request.scope, 6), request.url.query)
-        body = await request.body()
+        size = declared_bytes(request.scope)
+        if size:
+            headers["content-length"] = str(size)
+        body = request.stream() if size else b""
         desktop = watched.desktop
         return relay.to_response(
             await relay.call_inside(desktop, service, request.method, target, body, headers)
@@ -156,12 +154,11 @@ def _target(path: str, query: str) -> str:
 class _PassThrough:
     """Hands a request to the OSWorld server of the lease's desktop, path and body as they came."""
 
-    def __init__(self, bindings: Bindings, work: Work, tokens: Tokens) -> None:
-        self._bindings, self._work, self._tokens = bindings, work, tokens
+    def __init__(self, bindings: Bindings, work: Work) -> None:
+        self._bindings, self._work = bindings, work
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            self._tokens.principal(Request(scope))
             _, watched = self._bindings.get(scope["path_params"]["lease_id"])
             inner = self._work.server(watched.desktop)
         except Exception as error:

@@ -24,7 +24,7 @@ HEALTH_FAILURES = 3
 LOOK_AGAIN_S = 1.0
 """After a bad look the next one comes so soon."""
 QUARANTINE_AFTER = 3
-"""Failed boots of a slot in a row."""
+"""Desktops of a slot in a row that did not boot, or ended before anybody had them."""
 QUARANTINE_S = 30.0
 MAX_QUARANTINE_S = 120.0
 BACKOFF_S = 0.5
@@ -131,10 +131,10 @@ class Pool:
         while self._ready:
             watched = self._ready.popleft()
             if watched.desktop.is_alive:
-                self._taken[watched.desktop.slot] = watched
+                self._hand_out(watched)
                 self._refill()
                 return watched
-            self._drop(watched)
+            self._drop_spare(watched)
         waiter: asyncio.Future[Watched] = asyncio.get_running_loop().create_future()
         self._waiters.append(waiter)
         self._refill()
@@ -157,6 +157,19 @@ class Pool:
     def give_back(self, watched: Watched) -> None:
         """A used desktop: it is ended, its slot freed, a fresh one boots. Nothing is used twice."""
         self._taken.pop(watched.desktop.slot, None)
+        self._drop(watched)
+
+    def _hand_out(self, watched: Watched) -> None:
+        slot = self._slots[watched.desktop.slot]
+        slot.num_failures = 0
+        self._taken[slot.number] = watched
+
+    def _drop_spare(self, watched: Watched) -> None:
+        """One that ended before anybody had it: a slot whose desktops boot and die would do so for ever."""
+        slot = self._slots[watched.desktop.slot]
+        slot.failed()
+        self.last_error = f"the desktop of slot {slot.number} ended before it was used"
+        event("spare_unhealthy", slot=slot.number, in_a_row=slot.num_failures)
         self._drop(watched)
 
     def _drop(self, watched: Watched) -> None:
@@ -193,14 +206,13 @@ class Pool:
             return
         finally:
             self._num_booting -= 1
-        slot.num_failures = 0
         self._offer(Watched(desktop))
 
     def _offer(self, watched: Watched) -> None:
         while self._waiters:
             waiter = self._waiters.popleft()
             if not waiter.done():
-                self._taken[watched.desktop.slot] = watched
+                self._hand_out(watched)
                 waiter.set_result(watched)
                 return
         self._ready.append(watched)
@@ -212,8 +224,7 @@ class Pool:
             await asyncio.sleep(min(0.5, self._health_interval_s))
             for watched in [one for one in self._ready if one.is_unhealthy]:
                 self._ready.remove(watched)
-                event("spare_unhealthy", slot=watched.desktop.slot)
-                self._drop(watched)
+                self._drop_spare(watched)
             edge = time.monotonic() - self._health_interval_s
             for one in (*self._ready, *self._taken.values()):
                 if one.last_good_mono < edge and not one.num_busy:

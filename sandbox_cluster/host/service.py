@@ -91,7 +91,8 @@ def assemble(
     bindings = Bindings(pool)
     agent = Agent(gateway_url, host_token, registration, pool, bindings)
     pool.on_change = bindings.on_change = agent.news.set
-    app = create_app(bindings, Work(jail, allowed_urls, disk / "downloads"), Tokens({"gateway": call_token}))
+    work = Work(jail, config.client_password, allowed_urls, disk / "downloads")
+    app = create_app(bindings, work, Tokens({"gateway": call_token}), config.max_body_mb << 20)
     return Host(pool, bindings, agent, app)
 
 
@@ -191,6 +192,7 @@ def config_of(options: argparse.Namespace) -> SandboxConfig:
         "num_spares": options.spares,
         "max_boots": options.max_boots,
         "screen_wh_px": screen_of(options.screen),
+        "max_body_mb": options.max_body_mb,
     }
     return validate(SandboxConfig, plain, "command line")
 

@@ -17,10 +17,17 @@ from sandbox_cluster.tasks.setup import Setup
 class Work:
     """Set-up and judging of one host."""
 
-    def __init__(self, jail: Jail, allowed_urls: tuple[str, ...] = (), downloads: Path | None = None) -> None:
+    def __init__(
+        self,
+        jail: Jail,
+        password: str,
+        allowed_urls: tuple[str, ...] = (),
+        downloads: Path | None = None,
+    ) -> None:
+        """password: what set-up steps put for {CLIENT_PASSWORD}."""
         self._servers: WeakKeyDictionary[Desktop, Any] = WeakKeyDictionary()
         self._jail = jail
-        self._setup = Setup(self.server, allowed_urls, downloads=downloads)
+        self._setup = Setup(self.server, allowed_urls, password, downloads)
 
     async def setup(self, desktop: Desktop, request: SetupRequest, timeout_s: float) -> SetupReply:
         """Raises TaskError, SandboxError."""

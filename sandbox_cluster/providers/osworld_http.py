@@ -7,6 +7,7 @@ import json
 import math
 import time
 import uuid
+from collections.abc import AsyncIterable
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode
@@ -43,10 +44,21 @@ class ControlServer:
         await self._wire.close()
 
     async def call(
-        self, method: str, path: str, body: bytes = b"", kind: str = "", timeout_s: float = CALL_S
+        self,
+        method: str,
+        path: str,
+        body: bytes | AsyncIterable[bytes] = b"",
+        kind: str = "",
+        timeout_s: float = CALL_S,
+        size: int = 0,
     ) -> Reply:
-        """One request, sent once. Raises SandboxError: not sent, or UnknownOutcomeError: sent, no answer."""
+        """One request, sent once. Raises SandboxError: not sent, or UnknownOutcomeError: sent, no answer.
+
+        size: of a body that comes in parts.
+        """
         headers = {"content-type": kind} if kind else {}
+        if size:
+            headers["content-length"] = str(size)
         try:
             return await self._wire.request(method, self.url + path, body, headers, timeout_s)
         except UnknownOutcomeError as error:

@@ -13,6 +13,7 @@ from weakref import WeakKeyDictionary
 import httpx
 
 from sandbox_cluster.api import ExecuteReply
+from sandbox_cluster.deadlines import tighter
 from sandbox_cluster.providers.desktop import Desktop, absolute
 from sandbox_cluster.tasks.browser_steps import BROWSER_STEPS
 from sandbox_cluster.tasks.steps import check_step, file_bytes
@@ -23,7 +24,6 @@ UNTIL_INTERVAL_S = 0.3
 UNTIL_FAILURES = 5
 """OSWorld gives a command so many failed tries."""
 MAX_DOWNLOAD_BYTES = 256 << 20
-PASSWORD = "password"
 _RECYCLE = (
     "Add-Type -AssemblyName Microsoft.VisualBasic; [Microsoft.VisualBasic.FileIO.FileSystem]::DeleteFile("
     "'{path}', 'OnlyErrorDialogs', 'SendToRecycleBin')"
@@ -49,7 +49,7 @@ class Setup:
         self,
         server: GuestServer,
         allowed_urls: tuple[str, ...] = (),
-        password: str = PASSWORD,
+        password: str = "password",
         downloads: Path | None = None,
     ) -> None:
         """`downloads`: folder of files fetched before, named by the SHA-256 of their URL; kept between runs."""
@@ -88,7 +88,8 @@ class Setup:
             left_s = start + timeout_s - time.monotonic()
             try:
                 async with asyncio.timeout(max(0.01, left_s)):
-                    await self._step(desktop, step["type"], step.get("parameters", {}), where, left_s)
+                    given_s = tighter(max(0.01, left_s))
+                    await self._step(desktop, step["type"], step.get("parameters", {}), where, given_s)
             except TimeoutError:
                 raise SandboxError(f"{where} did not end: the set-up has {timeout_s:g} s") from None
             except OSError as error:
@@ -130,9 +131,9 @@ class Setup:
     ) -> None:
         command = self._filled(desktop, parameters["command"])
         is_shell, until = _is_true(parameters.get("shell")), parameters.get("until") or {}
-        num_failures = 0
+        num_failures, end = 0, time.monotonic() + left_s
         while True:
-            reply = await desktop.run(command, is_shell, timeout_s=max(0.1, left_s))
+            reply = await desktop.run(command, is_shell, timeout_s=max(0.1, end - time.monotonic()))
             for name in ("stdout", "stderr"):
                 if parameters.get(name):
                     self.cache(desktop)[parameters[name]] = getattr(reply, name).encode()

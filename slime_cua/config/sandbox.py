@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from slime_cua.config.base import ConfigModel
 
@@ -106,7 +107,8 @@ class DesktopConfig(ConfigModel):
 class SandboxConfig(DesktopConfig):
     gateway_url: str = ""
     """URL of a running gateway; empty: the driver starts a gateway and one host for the run, on loopback."""
-    provider: Literal["local", "docker", "qemu", "remote", "fake"] = "local"
+    provider: str = "local"
+    """local, docker, qemu, remote, fake, or a class of your own as module:Class."""
     num_desktops: int = Field(4, ge=1)
     """Desktops leased at once; the host keeps `num_spares` warm ones beside them."""
     num_spares: int = Field(1, ge=0)
@@ -122,7 +124,17 @@ class SandboxConfig(DesktopConfig):
     """One code action; past it the program is killed and the policy is told so."""
     evaluate_timeout_s: float = Field(60.0, gt=0)
     """All judges of a task together."""
+    max_body_mb: int = Field(512, ge=1)
+    """Largest body of a call on a lease at gateway and host (MiB): OSWorld's uploads pass, a body without end does not."""
     settle_quiet_ms: int = Field(60, ge=0)
     """A screenshot is taken when the screen has not changed for so long: a floor under the time of every step."""
     settle_max_ms: int = Field(1000, ge=0)
     """Then it is taken anyway."""
+
+    @field_validator("provider")
+    @classmethod
+    def _known_provider(cls, name: str) -> str:
+        known = ("local", "docker", "qemu", "remote", "fake")
+        if name not in known and not re.fullmatch(r"[\w.]+:\w+", name):
+            raise ValueError(f"use {', '.join(known)}, or module:Class")
+        return name

@@ -41,6 +41,7 @@ class Machine:
 class Rig:
     folder: Path
     host_timeout_s: float = 10.0
+    max_body_mb: int = 512
     url: str = ""
 
     @contextlib.asynccontextmanager
@@ -48,7 +49,13 @@ class Rig:
         sock = bind("127.0.0.1", port)
         self.url = f"http://127.0.0.1:{sock.getsockname()[1]}"
         clients, hosts = Tokens({"alice": ALICE, "bob": BOB}), Tokens({"hosts": HOST})
-        app = create_app(State(self.folder / "state"), clients, hosts, host_timeout_s=self.host_timeout_s)
+        app = create_app(
+            State(self.folder / "state"),
+            clients,
+            hosts,
+            host_timeout_s=self.host_timeout_s,
+            max_body_mb=self.max_body_mb,
+        )
         async with running(app, sock):
             yield app.state.gateway
         sock.close()
@@ -65,7 +72,12 @@ class Rig:
         **health: float,
     ) -> AsyncIterator[Machine]:
         config = SandboxConfig(
-            provider="fake", num_desktops=slots, num_spares=spares, screen_wh_px=size, os=os
+            provider="fake",
+            num_desktops=slots,
+            num_spares=spares,
+            screen_wh_px=size,
+            os=os,
+            max_body_mb=self.max_body_mb,
         )
         provider = FakeProvider(config, self.folder, host_id)
         sock = bind("127.0.0.1", 0)

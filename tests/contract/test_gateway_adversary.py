@@ -46,7 +46,7 @@ async def test_a_body_without_end_is_refused_and_not_kept(tmp_path: Path) -> Non
 
     async with rig.gateway(), rig.http() as http:
         reply = await http.post("/v1/leases", content=long())
-        assert reply.status_code == 400 and "larger than 1 MiB" in reply.text
+        assert reply.status_code == 413 and "larger than 1 MiB" in reply.text
         assert (await http.get("/healthz")).status_code == 200
 
 

@@ -10,12 +10,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from sandbox_cluster.api import HostRegistration, Requirements
 from sandbox_cluster.deadlines import given as given_deadline
 from sandbox_cluster.deadlines import tighter
 from sandbox_cluster.errors import STATUS, ApiError, to_api, to_core
-from sandbox_cluster.gateway.leases import Leases
+from sandbox_cluster.gateway.hosts import Hosts
+from sandbox_cluster.gateway.leases import KEEP_ENDED_S, Leases
 from sandbox_cluster.gateway.state import LeaseRecord, State
+from sandbox_cluster.host.__main__ import parse as parse_host
 from sandbox_cluster.host.pool import MAX_QUARANTINE_S, Slot
+from sandbox_cluster.host.service import config_of
+from sandbox_cluster.providers import make_provider
+from sandbox_cluster.providers.fake import FakeProvider
 from sandbox_cluster.serving import bind, parse_tokens
 from slime_cua.core.errors import (
     ConfigError,
@@ -125,6 +131,70 @@ def test_a_live_lease_of_the_last_life_gets_one_more_ttl_whatever_the_wall_clock
     leases.load()
     assert leases.expired() == [] and leases.use("a", "alice").lease_id == "a"
     assert leases.use_secret("s-a").lease_id == "a"
+    state.close()
+
+
+def host(epoch: str) -> HostRegistration:
+    return HostRegistration(
+        host_id="h",
+        epoch=epoch,
+        url="http://a:1",
+        call_token="t",
+        provider="fake",
+        os="ubuntu",
+        screen_wh_px=(8, 8),
+        num_slots=1,
+    )
+
+
+def test_a_drain_outlives_the_gateway_and_ends_with_the_host_s_life(tmp_path: Path) -> None:
+    """Killed before the host heard of it in a beat."""
+    state = State(tmp_path)
+    hosts = Hosts(state, 10.0)
+    hosts.register(host("one"))
+    assert hosts.choose(Requirements()) is not None
+    hosts.drain("h")
+    state.close()
+    state = State(tmp_path)
+    hosts = Hosts(state, 10.0)
+    assert hosts.choose(Requirements()) is None
+    hosts.register(host("one"))
+    assert hosts.choose(Requirements()) is None
+    hosts.register(host("two"))
+    assert hosts.choose(Requirements()) is not None
+    state.close()
+
+
+@pytest.mark.parametrize("name", ["fake", "sandbox_cluster.providers.fake:FakeProvider"])
+def test_a_host_takes_a_provider_by_name_or_a_class_of_ones_own(tmp_path: Path, name: str) -> None:
+    options = parse_host(["--gateway", "http://g", "--provider", name])
+    config = config_of(options)
+    assert isinstance(make_provider(config.provider, config, tmp_path, "x"), FakeProvider)
+
+
+def test_an_unknown_provider_is_refused_with_those_there_are() -> None:
+    with pytest.raises(
+        ConfigError, match=r"provider = 'vbox'.*local, docker, qemu, remote, fake, or module:Class"
+    ):
+        config_of(parse_host(["--gateway", "http://g", "--provider", "vbox"]))
+
+
+def test_a_message_after_the_end_of_its_lease_does_not_stop_the_reaping_of_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 1000.0
+    monkeypatch.setattr("time.monotonic", lambda: now)
+    state = State(tmp_path)
+    leases = Leases(state)
+    over, other = record("a"), record("b")
+    for one in (over, other):
+        leases.add(one)
+        leases.go_live(one)
+    leases.end(over, "released", is_desktop_gone=True)
+    leases.touch(over)
+    now += 2 * KEEP_ENDED_S
+    leases.forget_old()
+    assert leases.expired() == [other]
     state.close()
 
 
