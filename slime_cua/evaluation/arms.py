@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from rollout.metrics import behaviour
+from slime_cua.config.run import EvalConfig
 from slime_cua.core.actions import TerminateAction
 from slime_cua.core.errors import InfrastructureError
 from slime_cua.core.files import write_atomic
@@ -16,12 +17,15 @@ from slime_cua.data.episodes import EpisodeStore
 from slime_cua.evaluation.statistics import (
     Attempt,
     Interval,
+    average_label,
     bootstrap_success,
     family_mean,
     feasibility,
     paired_bootstrap,
+    pass_at_k,
     summarise,
     task_means,
+    weighted,
 )
 from slime_cua.launch.session import Session, evenly
 from slime_cua.observability.report import REPORT_DATA, write_report
@@ -119,14 +123,16 @@ def finish(session: Session) -> None:
     arms = [name for name in ARMS if session.run.phase_result(f"eval_{name}") is not None]
     episodes = {name: _stored(session, name) for name in arms}
     tables = [
-        _success_table(session, arms, episodes, tasks),
+        success_table(session.config.evaluation, session.config.seed, episodes, tasks),
+        feasibility_table(episodes, tasks),
         _family_table(session, arms),
         _time_table(session),
     ]
+    tables = [table for table in tables if table["rows"]]
     data = {
         "title": f"slime_cua: {session.run.path.name}",
         "subtitle": f"seed {session.config.seed}, model {session.config.model}",
-        "tables": [table for table in tables if table["rows"]],
+        "tables": tables,
         "films": _films(session, arms, episodes, tasks),
     }
     write_atomic(session.run.path / REPORT_DATA, json.dumps(data).encode())
@@ -141,35 +147,86 @@ def _stored(session: Session, name: str) -> list[Episode]:
     return [groups[key] for key in sorted(groups)]
 
 
-def _success_table(
-    session: Session, arms: list[str], episodes: dict[str, list[Episode]], tasks: list[Task]
+def success_table(
+    config: EvalConfig, seed: int, episodes: Mapping[str, Sequence[Episode]], tasks: Sequence[Task]
 ) -> dict[str, Any]:
-    config, family = session.config.evaluation, {task.id: task.family for task in tasks}
-    means = {name: task_means(attempts_of(episodes[name], tasks)) for name in arms}
-    rows = []
-    for position, name in enumerate(arms):
-        options = {"num_replicates": config.num_bootstrap, "seed": session.config.seed}
+    """Scores of the arms, each with what it was divided by. `episodes` of an arm are one for each of `tasks`, in their order."""
+    family, k = {task.id: task.family for task in tasks}, config.num_attempts
+    attempts = {name: attempts_of(each, tasks) for name, each in episodes.items()}
+    means = {name: task_means(each) for name, each in attempts.items()}
+    options = {"num_replicates": config.num_bootstrap, "seed": seed}
+    rows, before = [], ""
+    for name in episodes:
         interval = bootstrap_success(means[name], family, **options) if means[name] else None
         gain: Interval | None = None
-        if position and means[name] and means[arms[position - 1]]:
-            gain = paired_bootstrap(means[name], means[arms[position - 1]], family, **options)
+        if before and means[name] and means[before]:
+            gain = paired_bootstrap(means[name], means[before], family, **options)
+        before = name
         shown = behaviour(episodes[name])
-        valid = sum(e.is_valid for e in episodes[name])
         rows.append(
             [
                 name,
                 str(interval) if interval else "-",
                 str(gain) if gain else "-",
+                *([_pass_cell(attempts[name], k)] if k > 1 else []),
                 f"{shown['turns_mean']:.1f}",
                 f"{100 * shown['code_action_rate']:.0f} %",
                 f"{100 * shown['format_error_rate']:.1f} %",
-                f"{valid}/{len(episodes[name])}",
+                _valid_cell(attempts[name]),
             ]
         )
+    label = average_label(next(iter(attempts.values()))) if attempts else ""
+    passes = [f"pass@{k}"] if k > 1 else []
     return {
         "title": "Held-out success",
-        "note": "Percent, families weighted equally, 95 % interval by bootstrap over tasks; gain over the row above is paired.",
-        "columns": ["arm", "success", "gain", "turns", "code actions", "invalid responses", "valid episodes"],
+        "note": f"Percent. {label}: a task's mean over its valid attempts, then over tasks, families weighted equally; 95 % interval by "
+        "bootstrap over tasks; gain over the row above is paired."
+        + (
+            f" {passes[0]}: tasks with {k} valid attempts of which one scored 1, weighted alike."
+            if k > 1
+            else ""
+        )
+        + " Behind valid episodes: the mean over all of them if those without a score had scored 0, and 1.",
+        "columns": [
+            "arm",
+            f"success ({label})",
+            "gain",
+            *passes,
+            "turns",
+            "code actions",
+            "invalid responses",
+            "valid episodes",
+        ],
+        "rows": rows,
+    }
+
+
+def _pass_cell(attempts: Sequence[Attempt], k: int) -> str:
+    passes = pass_at_k(attempts, k)
+    rate = weighted(passes, {attempt.task_id: attempt.family for attempt in attempts})
+    return "-" if rate is None else f"{100 * rate:.1f} (of {len(passes)} tasks)"
+
+
+def _valid_cell(attempts: Sequence[Attempt]) -> str:
+    summary = summarise(attempts)
+    counts = f"{summary.num_valid}/{summary.num_declared}"
+    if summary.num_valid == summary.num_declared:
+        return counts
+    return f"{counts} ({100 * summary.lower:.1f} to {100 * summary.upper:.1f})"
+
+
+def feasibility_table(episodes: Mapping[str, Sequence[Episode]], tasks: Sequence[Task]) -> dict[str, Any]:
+    """Success where a task can be done and where it cannot, and how often the policy gave up where it can: one that always
+    gives up is seen. No rows without infeasible tasks."""
+    rows = []
+    for name, each in episodes.items() if any(task.is_infeasible for task in tasks) else ():
+        rates = feasibility(attempts_of(each, tasks))
+        values = (rates.feasible, rates.infeasible, rates.give_up_rate)
+        rows.append([name, *("-" if value is None else f"{100 * value:.1f}" for value in values)])
+    return {
+        "title": "Feasible and infeasible tasks (percent)",
+        "note": "Over valid attempts.",
+        "columns": ["arm", "feasible", "infeasible", "gave up on feasible"],
         "rows": rows,
     }
 

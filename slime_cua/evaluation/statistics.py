@@ -5,12 +5,15 @@ Legend: a row is one attempt {"task", "family", "score"|None}; success of a row 
 
 from __future__ import annotations
 
-from collections import defaultdict
+import math
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
+PASS_SCORE = 1.0
+"""An attempt passes with the full score."""
 MIN_COVERAGE = 0.9
 """Below it no headline is published, only bounds."""
 
@@ -95,12 +98,40 @@ def feasibility(attempts: Sequence[Attempt]) -> Feasibility:
 
 
 def family_mean(attempts: Sequence[Attempt]) -> float | None:
-    """Mean over families of the mean over valid attempts: every family weighs the same. None without valid ones."""
+    """avg@k: a task's scores over its valid attempts, then the mean over tasks of a family, then over families. So every
+    family weighs the same, and every task in it, however many of its attempts count. None without valid ones."""
+    return weighted(task_means(attempts), {attempt.task_id: attempt.family for attempt in attempts})
+
+
+def weighted(scores: Mapping[str, float], family: Mapping[str, str]) -> float | None:
+    """Mean over families of the mean over their tasks; None without any."""
     by_family: dict[str, list[float]] = defaultdict(list)
+    for task, score in scores.items():
+        by_family[family[task]].append(score)
+    return float(np.mean([np.mean(one) for one in by_family.values()])) if by_family else None
+
+
+def pass_at_k(attempts: Sequence[Attempt], k: int) -> dict[str, float]:
+    """task -> 1 - C(n - c, k) / C(n, k) over its n valid attempts, of which c pass: the chance that k of them hold one that
+    passes. A task with fewer than k valid attempts is absent: what the missing ones would have been is not known.
+
+    Source: Chen et al. 2021, "Evaluating large language models trained on code", eq. 1.
+    """
+    passes: dict[str, list[bool]] = defaultdict(list)
     for attempt in attempts:
         if attempt.score is not None:
-            by_family[attempt.family].append(attempt.score)
-    return float(np.mean([np.mean(scores) for scores in by_family.values()])) if by_family else None
+            passes[attempt.task_id].append(attempt.score >= PASS_SCORE)
+    return {
+        task: 1.0 - math.comb(len(one) - sum(one), k) / math.comb(len(one), k)
+        for task, one in passes.items()
+        if len(one) >= k
+    }
+
+
+def average_label(attempts: Sequence[Attempt]) -> str:
+    """ "avg@4" where each task has four declared attempts, "avg@3-4" where that differs."""
+    counts = sorted(Counter(attempt.task_id for attempt in attempts).values())
+    return f"avg@{counts[0]}" if counts[0] == counts[-1] else f"avg@{counts[0]}-{counts[-1]}"
 
 
 @dataclass(frozen=True)
