@@ -259,13 +259,14 @@ class _Watch:
 def _read_answer(data: bytes, returncode: int | None, output: str) -> Verdict:
     try:
         reply = json.loads(data)
-    except ValueError:
+        has_score = not {"fault", "value"} & reply.keys()
+        score = float(reply["score"]) if has_score else math.nan
+    except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError):
         return Verdict(None, f"the judge ended without an answer (exit {returncode})", output=output)
     if "fault" in reply:
         return Verdict(None, str(reply["fault"]), output=output)
     if "value" in reply:
         return Verdict(None, value=reply["value"], output=output)
-    score = float(reply["score"])
     if not math.isfinite(score) or not 0.0 <= score <= 1.0:
         return Verdict(None, f"the judge returned {score}, not a number in [0, 1]", output=output)
     return Verdict(score, raised=reply.get("raised"), output=output)

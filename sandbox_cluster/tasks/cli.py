@@ -9,7 +9,14 @@ import os
 import secrets
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from sandbox_cluster.client import SandboxClient
+    from sandbox_cluster.tasks.check import Finding
+    from slime_cua.core.types import Task
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -57,16 +64,25 @@ async def _run(options: argparse.Namespace) -> int:
     from sandbox_cluster.client import SandboxClient
     from sandbox_cluster.cluster import LocalCluster
     from sandbox_cluster.host.service import screen_of
+    from sandbox_cluster.tasks.check import Finding
     from sandbox_cluster.tasks.loader import load_tasks
     from slime_cua.config.base import validate
     from slime_cua.config.sandbox import SandboxConfig
 
-    tasks = load_tasks(options.paths)
-    tasks = tasks[: options.limit] if options.limit else tasks
     if options.command == "list":
-        for task in tasks:
+        tasks = load_tasks(options.paths)
+        for task in tasks[: options.limit or None]:
             print(f"{task.id}\t{task.family}\t{task.instruction}")
         return 0
+    broken: list[Finding] = []
+    tasks = load_tasks(
+        options.paths, on_bad=lambda name, error: broken.append(Finding(name, "", "bad", str(error)))
+    )
+    tasks = tasks[: options.limit or None]
+    for finding in broken:
+        print(f"{finding.state:9} {finding.task_id} {finding.reason}", flush=True)
+    if not tasks:
+        return _conclude(broken, len(broken), options)
     plain = {
         "provider": options.provider,
         "num_desktops": options.parallel,
@@ -78,20 +94,20 @@ async def _run(options: argparse.Namespace) -> int:
         async with SandboxClient(
             options.gateway, os.environ.get("SLIME_CUA_GATEWAY_TOKEN", ""), config
         ) as client:
-            return await _check(client, tasks, options)
+            return await _check(client, tasks, broken, options)
     with tempfile.TemporaryDirectory(prefix="slime-cua-check-") as folder:
         allowed = tuple(word for url in options.allow_url for word in ("--allow-url", url))
         async with LocalCluster(config, Path(folder), host_arguments=allowed) as cluster:
             async with SandboxClient(cluster.url, cluster.token, config) as client:
-                return await _check(client, tasks, options)
+                return await _check(client, tasks, broken, options)
 
 
-async def _check(client: object, tasks: list, options: argparse.Namespace) -> int:  # type: ignore[type-arg]
-    from sandbox_cluster.client import SandboxClient
+async def _check(
+    client: SandboxClient, tasks: Sequence[Task], broken: Sequence[Finding], options: argparse.Namespace
+) -> int:
+    """`broken`: findings of tasks that do not load."""
     from sandbox_cluster.tasks.check import append_report, check_tasks, digest_of, read_report
-    from slime_cua.core.files import write_atomic
 
-    assert isinstance(client, SandboxClient)
     known = read_report(options.report) if options.report else {}
     findings = [known[key] for task in tasks if (key := (task.id, digest_of(task))) in known]
     left = [task for task in tasks if (task.id, digest_of(task)) not in known]
@@ -107,12 +123,19 @@ async def _check(client: object, tasks: list, options: argparse.Namespace) -> in
             f"{place} {finding.state:9} {finding.task_id} {finding.seconds:.1f} s {finding.reason}",
             flush=True,
         )
+    return _conclude([*broken, *findings], len(broken) + len(tasks), options)
+
+
+def _conclude(findings: Sequence[Finding], num_tasks: int, options: argparse.Namespace) -> int:
+    """Write the quarantine and the last lines; the exit code."""
+    from slime_cua.core.files import write_atomic
+
     bad = [finding for finding in findings if finding.state == "bad"]
     if options.quarantine:
         lines = [json.dumps({"task_id": one.task_id, "reason": one.reason}) + "\n" for one in bad]
         write_atomic(options.quarantine, "".join(lines).encode())
     num_good = sum(finding.is_good for finding in findings)
-    print(f"{num_good} of {len(tasks)} tasks score exactly 0 before the first action, {len(bad)} are bad")
-    if num_good + len(bad) < len(tasks):
+    print(f"{num_good} of {num_tasks} tasks score exactly 0 before the first action, {len(bad)} are bad")
+    if num_good + len(bad) < num_tasks:
         print("the others could not be checked, for the reasons above; run the same command again")
-    return 0 if num_good == len(tasks) else 1
+    return 0 if num_good == num_tasks else 1

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -52,35 +52,68 @@ _KNOWN = {
 }
 
 
-def load_tasks(paths: Iterable[Path | str], allowed_urls: Sequence[str] | None = None) -> list[Task]:
-    """All tasks of files and folders (.json and .jsonl, sorted by path). Raises TaskError; ids must be unique."""
+OnBad = Callable[[str, TaskError], None]
+"""Told of a task that does not load: its id, or its place where it has none, and why."""
+
+
+def _stop(name: str, error: TaskError) -> None:
+    raise error
+
+
+def load_tasks(
+    paths: Iterable[Path | str], allowed_urls: Sequence[str] | None = None, on_bad: OnBad = _stop
+) -> list[Task]:
+    """All tasks of files and folders (.json and .jsonl, sorted by path); ids must be unique. Raises TaskError, unless `on_bad`
+    takes what does not load: then the others are loaded."""
     tasks: list[Task] = []
     seen: dict[str, str] = {}
     for path in paths:
         for file in _files(Path(path)):
-            for task in load_file(file, allowed_urls):
+            for task in _load_file(file, allowed_urls, on_bad):
                 if task.id in seen:
-                    raise TaskError(f"{file}: id {task.id!r} is also in {seen[task.id]}; ids must be unique")
+                    other = seen[task.id]
+                    on_bad(
+                        task.id, TaskError(f"{file}: id {task.id!r} is also in {other}; ids must be unique")
+                    )
+                    continue
                 seen[task.id] = str(file)
                 tasks.append(task)
     return tasks
 
 
-def load_file(path: Path, allowed_urls: Sequence[str] | None = None) -> list[Task]:
-    """The tasks of one file."""
+def _load_file(path: Path, allowed_urls: Sequence[str] | None, on_bad: OnBad) -> list[Task]:
+    try:
+        places = _places(path)
+    except TaskError as error:
+        on_bad(str(path), error)
+        return []
+    tasks = []
+    for where, text in places:
+        name = where
+        try:
+            body = _json(text, where) if isinstance(text, str) else text
+            if isinstance(body, dict) and body.get("id"):
+                name = str(body["id"])
+            tasks.append(make_task(body, path.parent, where, allowed_urls))
+        except TaskError as error:
+            on_bad(name, error)
+    return tasks
+
+
+def _places(path: Path) -> list[tuple[str, Any]]:
+    """Where each task of a file stands, and its text (a line) or JSON."""
     try:
         text = path.read_text()
     except (OSError, UnicodeDecodeError) as error:
         raise TaskError(f"task file {path} cannot be read: {error}") from None
     if path.suffix == ".jsonl":
-        lines = [
+        return [
             (f"{path}:{number}", line) for number, line in enumerate(text.splitlines(), 1) if line.strip()
         ]
-        return [make_task(_json(line, where), path.parent, where, allowed_urls) for where, line in lines]
     body = _json(text, str(path))
     if isinstance(body, list):
-        return [make_task(one, path.parent, f"{path}[{n}]", allowed_urls) for n, one in enumerate(body)]
-    return [make_task(body, path.parent, str(path), allowed_urls)]
+        return [(f"{path}[{n}]", one) for n, one in enumerate(body)]
+    return [(str(path), body)]
 
 
 def make_task(body: Any, folder: Path, where: str, allowed_urls: Sequence[str] | None = None) -> Task:
