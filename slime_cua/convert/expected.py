@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,10 @@ PASSED_PREFIXES = ("mtp.",)
 """Multi-token prediction heads: not part of the model class, carried along unchanged."""
 
 
+DTYPES = ("BF16", "F16", "F32", "F64")
+"""In safetensors' spelling: those of weights that can be trained and given back as they were."""
+
+
 def check_hf_folder(hf_dir: Path | str) -> dict[str, TensorInfo]:
     """The folder's tensors, after a strict check against its config: every name, every shape, no more, no less.
 
@@ -21,9 +26,19 @@ def check_hf_folder(hf_dir: Path | str) -> dict[str, TensorInfo]:
     """
     check_tokenizer(hf_dir)
     found = tensor_table(hf_dir)
+    check_dtypes(found, hf_dir)
     expected = expected_in_layout(expected_shapes(hf_dir), expert_layout(found, read_config(hf_dir)))
     compare_tables(found, expected, hf_dir, PASSED_PREFIXES)
     return found
+
+
+def check_dtypes(table: Mapping[str, TensorInfo], hf_dir: Path | str) -> None:
+    """Raise CheckpointError for the first tensor of a quantised checkpoint: its values mean nothing without their scales."""
+    for name, info in sorted(table.items()):
+        if info.dtype not in DTYPES and not name.startswith(PASSED_PREFIXES):
+            raise CheckpointError(
+                f"tensor {name} of {hf_dir} is stored as {info.dtype}; {', '.join(DTYPES)} are read: give the checkpoint that is not quantised"
+            )
 
 
 def check_tokenizer(hf_dir: Path | str) -> None:
@@ -56,13 +71,20 @@ def expected_shapes(hf_dir: Path | str) -> dict[str, tuple[int, ...]]:
 
     try:
         config = transformers.AutoConfig.from_pretrained(str(hf_dir))
-    except ValueError as error:
-        raise CheckpointError(f"{hf_dir}: transformers does not know this architecture: {error}") from None
+    except (
+        Exception
+    ) as error:  # a config of an unknown kind, or with values of another kind than its class wants
+        raise CheckpointError(f"{hf_dir}: transformers cannot read config.json: {error}") from error
     names = getattr(config, "architectures", None) or []
     model_class: Any = getattr(transformers, names[0], None) if names else None
     if model_class is None:
         raise CheckpointError(f"{hf_dir}: config.json names no architecture that transformers has: {names}")
-    with torch.device("meta"):
-        model = model_class(config)
+    try:
+        with torch.device("meta"):
+            model = model_class(config)
+    except Exception as error:  # whatever a class of transformers says to numbers that do not belong together
+        raise CheckpointError(
+            f"{hf_dir}: {names[0]} cannot be built from config.json, compare it with the published one: {type(error).__name__}: {error}"
+        ) from error
     tied = set(getattr(model, "all_tied_weights_keys", None) or {})
     return {name: tuple(value.shape) for name, value in model.state_dict().items() if name not in tied}

@@ -59,8 +59,8 @@ def tensor_table(hf_dir: Path | str) -> dict[str, TensorInfo]:
             raise CheckpointError(f"{folder} has no model.safetensors and no model.safetensors.index.json")
         return _read_header(folder / "model.safetensors")
     try:
-        weight_map: dict[str, str] = json.loads(index_path.read_text())["weight_map"]
-    except (ValueError, KeyError) as error:
+        weight_map: dict[str, str] = dict(json.loads(index_path.read_text())["weight_map"])
+    except (ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{index_path} is broken: {error!r}") from None
     table: dict[str, TensorInfo] = {}
     for file in sorted(set(weight_map.values())):
@@ -86,19 +86,18 @@ def _read_header(path: Path) -> dict[str, TensorInfo]:
         length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else 0
         if not 2 <= length <= min(_HEADER_LIMIT_BYTES, size - 8):
             raise CheckpointError(f"{path} is truncated or no safetensors file ({size} bytes): copy it again")
-        try:
-            header = json.loads(file.read(length))
-        except ValueError:
-            raise CheckpointError(f"{path} has a broken safetensors header: copy it again") from None
-    header.pop("__metadata__", None)
-    end = max((entry["data_offsets"][1] for entry in header.values()), default=0)
+        text = file.read(length)
+    try:
+        header = {name: entry for name, entry in json.loads(text).items() if name != "__metadata__"}
+        table = {n: TensorInfo(path.name, e["dtype"], tuple(e["shape"])) for n, e in header.items()}
+        end = max((entry["data_offsets"][1] for entry in header.values()), default=0)
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError):
+        raise CheckpointError(f"{path} has a broken safetensors header: copy it again") from None
     if 8 + length + end != size:
         raise CheckpointError(
             f"{path} is truncated: {size} bytes, its header needs {8 + length + end}: copy it again"
         )
-    return {
-        name: TensorInfo(path.name, entry["dtype"], tuple(entry["shape"])) for name, entry in header.items()
-    }
+    return table
 
 
 def compare_tables(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import struct
 from collections.abc import Callable
 from pathlib import Path
 
@@ -78,6 +79,26 @@ def test_a_truncated_file_is_told_from_its_header(folder: Path) -> None:
         tensor_table(folder)
 
 
+@pytest.mark.parametrize("header", ["[]", '{"a": {}}', '{"a": 1}', '{"a'])
+def test_a_header_that_does_not_describe_tensors_is_refused(folder: Path, header: str) -> None:
+    (folder / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header.encode())
+    with pytest.raises(CheckpointError, match=r"model\.safetensors has a broken safetensors header: copy it"):
+        tensor_table(folder)
+
+
+@pytest.mark.parametrize("index", ["[]", "{}", '{"weight_map": 3}', "{"])
+def test_an_index_that_names_no_shards_is_refused(folder: Path, index: str) -> None:
+    (folder / "model.safetensors.index.json").write_text(index)
+    with pytest.raises(CheckpointError, match=r"model\.safetensors\.index\.json is broken"):
+        tensor_table(folder)
+
+
+def test_a_quantised_tensor_is_named_with_its_dtype(folder: Path) -> None:
+    rewrite(folder, lambda tensors: tensors.update({NORM: tensors[NORM].to(torch.float8_e4m3fn)}))
+    with pytest.raises(CheckpointError, match=f"tensor {NORM} .* F8_E4M3; .*give the checkpoint that is not"):
+        check_hf_folder(folder)
+
+
 @pytest.mark.parametrize("content", [b"", b"\x10\x00", b"\xff" * 64], ids=["empty", "short", "nonsense"])
 def test_a_file_that_is_no_safetensors_is_refused(folder: Path, content: bytes) -> None:
     (folder / "model.safetensors").write_bytes(content)
@@ -130,6 +151,17 @@ def test_an_unknown_architecture_is_named(folder: Path) -> None:
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "architectures": ["NoSuchModel"]}))
     with pytest.raises(CheckpointError, match="NoSuchModel"):
+        check_hf_folder(folder)
+
+
+@pytest.mark.parametrize("fault", [{"hidden_size": "wide"}, {"num_hidden_layers": 5}, {"hidden_act": "no"}])
+def test_a_config_that_transformers_makes_no_model_of_is_refused(
+    folder: Path, fault: dict[str, object]
+) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    config["text_config"].update(fault)
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match=str(folder)):
         check_hf_folder(folder)
 
 
