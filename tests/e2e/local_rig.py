@@ -9,6 +9,7 @@ import os
 import textwrap
 import time
 import uuid
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -95,7 +96,13 @@ def groups(pattern: str) -> list[Path]:
     return list(Path("/sys/fs/cgroup").glob(f"*/slime_cua/{pattern}"))
 
 
-def num_mounts() -> int:
-    """Mounts here, without those that container engines on this machine come and go with."""
+TEST_DISK = "slime_cua_test_disk"
+"""Name of a mount that a test makes on purpose."""
+
+
+def mounts() -> Counter[str]:
+    """Mounts here, without those that container engines on this machine and tests beside these come and go with."""
     lines = Path("/proc/self/mounts").read_text().splitlines()
-    return sum("docker" not in line and "/netns" not in line for line in lines)
+    return Counter(
+        line for line in lines if not any(name in line for name in ("docker", "/netns", TEST_DISK))
+    )

@@ -18,6 +18,7 @@ from slime_cua.cli import guarded
 from slime_cua.config.sandbox import DesktopConfig
 from slime_cua.core.types import EpisodeGroup
 from tests.e2e.job import CONFIG, ROOT, Job, ended, write_model, write_tasks
+from tests.e2e.local_rig import TEST_DISK
 
 pytestmark = [pytest.mark.desktop, pytest.mark.timeout(600)]
 NEEDS_ROOT = pytest.mark.skipif(os.geteuid() != 0, reason="only root can set this up")
@@ -223,7 +224,7 @@ def small_disk(tmp_path):
     folder = tmp_path / "disk"
     folder.mkdir()
     mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=640m", "tmpfs", str(folder)], capture_output=True, check=False
+        ["mount", "-t", "tmpfs", "-o", "size=640m", TEST_DISK, str(folder)], capture_output=True, check=False
     )
     if mounted.returncode:
         pytest.skip("nothing can be mounted here")

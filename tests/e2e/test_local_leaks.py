@@ -20,9 +20,9 @@ from tests.e2e.local_rig import (
     config,
     gone,
     groups,
+    mounts,
     needs_root,
     num_files,
-    num_mounts,
     processes_of,
 )
 
@@ -32,12 +32,12 @@ pytestmark = pytest.mark.desktop
 async def test_boot_and_kill_leak_no_file_process_mount_or_group(make: Callable[..., LocalProvider]) -> None:
     provider = make()
     await (await provider.boot(3)).kill()
-    before = (num_files(), num_mounts())
+    before = (num_files(), mounts())
     for _ in range(3):
         desktop = await provider.boot(3)
         assert processes_of(FIRST_UID + 3) or os.getuid() != 0
         await desktop.kill()
-    assert (num_files(), num_mounts()) == before
+    assert (num_files(), mounts()) == before
     assert await gone(FIRST_UID + 3) == []
     assert not groups("e2e-*-3-*")
 
@@ -83,7 +83,7 @@ async def test_nothing_lives_on_when_the_owner_is_killed(tmp_path: Path, user: i
         for folder in (tmp_path, *tmp_path.parents[:2]):
             folder.chmod(0o755)
     command = [sys.executable, "-c", OWNER, str(state_dir), str(FIRST_UID), *([str(user)] if user else [])]
-    mounts, others = num_mounts(), groups("owner-*")
+    mounted, others = mounts(), groups("owner-*")
     environment = {**os.environ, "PYTHONPATH": "."}
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as owner:  # noqa: ASYNC220
         assert owner.stdout is not None and await asyncio.to_thread(owner.stdout.readline) == "ready\n"
@@ -91,7 +91,7 @@ async def test_nothing_lives_on_when_the_owner_is_killed(tmp_path: Path, user: i
         owner.send_signal(signal.SIGKILL)
     for uid in uids if os.getuid() == 0 else ():
         assert await gone(uid) == []
-    assert num_mounts() == mounts
+    assert mounts() == mounted
     heir = LocalProvider(config(), state_dir, "owner")
     assert await heir.reap() == 0
     assert set(groups("owner-*")) <= set(others)

@@ -29,6 +29,7 @@ from sandbox_cluster.cluster import LocalCluster
 from slime_cua.config.sandbox import SandboxConfig
 from slime_cua.core.errors import PreflightError
 from tests.e2e.chaos_parts import BreakingProxy, Ledger, episode
+from tests.e2e.local_rig import mounts
 
 NUM_EVENTS = int(os.environ.get("SLIME_CUA_CHAOS_EVENTS", "80"))
 SEED = int(os.environ.get("SLIME_CUA_CHAOS_SEED", "7"))
@@ -358,12 +359,6 @@ def groups_left(state: Path) -> list[Path]:
     return [group for group in Path("/sys/fs/cgroup").glob("*/slime_cua/*") if group.name.startswith(label)]
 
 
-def mounts() -> set[str]:
-    """Mounts here, without those that container engines on this machine come and go with."""
-    lines = Path("/proc/self/mounts").read_text().splitlines()
-    return {line for line in lines if "docker" not in line and "/netns" not in line}
-
-
 @pytest.mark.timeout(0)
 @pytest.mark.parametrize("provider", ["fake", pytest.param("local", marks=pytest.mark.desktop)])
 async def test_nothing_leaks_lies_or_acts_twice(
@@ -413,7 +408,7 @@ async def test_nothing_leaks_lies_or_acts_twice(
                 lock.unlink(missing_ok=True)
     assert ledger.wrong == []
     assert still_running(chaos.children) == []
-    assert mounts() - mounts_before == set()
+    assert mounts() - mounts_before == Counter()
     assert groups_left(tmp_path) == []
     assert sockets_left(tmp_path) == []
     for port in ports:
