@@ -26,13 +26,11 @@ from slime_cua.core.errors import ConfigError, PreflightError
 from slime_cua.core.files import write_atomic
 from slime_cua.launch.run_state import SFT_FILE
 from slime_cua.trainer.folders import (
-    best_step,
-    is_read,
     is_whole,
+    removable_steps,
     remove,
     remove_leftovers,
     step_folder,
-    whole_steps,
 )
 
 MAY_CHANGE = (
@@ -140,10 +138,8 @@ class RunDir:
         """
         folder = folder or self.checkpoints
         remove_leftovers(folder)
-        for step in whole_steps(folder):
-            path = step_folder(folder, step)
-            if step not in but and step != best_step(folder) and not is_read(path):
-                remove(path)
+        for step in removable_steps(folder, but=but):
+            remove(step_folder(folder, step))
 
     def remove_sft_checkpoints(self) -> None:
         """The cold start is exported: it needs its checkpoints no more."""

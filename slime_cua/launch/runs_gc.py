@@ -16,7 +16,7 @@ from slime_cua.core.errors import PreflightError
 from slime_cua.launch.image_needs import is_phase_done, needed_images, reference_counts, report_images
 from slime_cua.launch.run_state import RunState
 from slime_cua.launch.runs import human, size_bytes
-from slime_cua.trainer.folders import UNFINISHED, step_folder, whole_steps
+from slime_cua.trainer.folders import UNFINISHED, removable_steps, step_folder
 
 
 @dataclass(frozen=True)
@@ -57,11 +57,9 @@ def plan(run: Path, *, with_consumed: bool = False) -> list[Removal]:
 
 def _checkpoints(run: Path) -> Iterator[Removal]:
     folder, state = run / "checkpoints", RunState.load(run)
-    named = set(state.checkpoints if state else ())
-    for step in sorted(whole_steps(folder)):
-        if step not in named:
-            path = step_folder(folder, step)
-            yield Removal(path, "checkpoint(s) that the run state does not name", size_bytes(path))
+    for step in removable_steps(folder, but=state.checkpoints if state else ()):
+        path = step_folder(folder, step)
+        yield Removal(path, "checkpoint(s) that the run state does not name", size_bytes(path))
     if is_phase_done(run, "sft") and (folder / "sft").exists():
         yield Removal(
             folder / "sft", "checkpoint(s) of the cold start, which is done", size_bytes(folder / "sft")

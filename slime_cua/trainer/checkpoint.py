@@ -33,6 +33,7 @@ from slime_cua.trainer.folders import (
     recover,
     remove_leftovers,
     step_folder,
+    whole_or_gone,
 )
 from slime_cua.trainer.model import PolicyModel
 from slime_cua.trainer.optimizer import Optimizer
@@ -91,7 +92,7 @@ def save_later(
     group: of the writing threads alone (make_writers_group). One save at a time: wait for the last one first.
     """
     target, write = _prepare(folder, step, model, optimizer, layout, keep, kept, group)
-    return PendingSave(target, write)
+    return PendingSave(target, write, _draft(folder, step))
 
 
 def _prepare(
@@ -107,7 +108,7 @@ def _prepare(
     """(target, what writes and publishes). With a group everything that moves on has been copied when this returns."""
     from megatron.core import dist_checkpointing
 
-    target, draft = step_folder(folder, step), folder / f"{UNFINISHED}step_{step:08d}"
+    target, draft = step_folder(folder, step), _draft(folder, step)
     what = f"checkpoint {target}"
     facts = {
         "step": step,
@@ -127,7 +128,8 @@ def _prepare(
 
     together(make_room, what)
     state = _state(model, optimizer, facts, is_loading=False)
-    together(collect, what)
+    with whole_or_gone(draft, is_owner=layout.rank == 0):
+        together(collect, what)
     own: dict[str, Any] = {**_rank_state(layout), "kept": {} if kept is None else kept.state_dict()}
     if group is not None:
         own = copy.deepcopy(own)
@@ -145,11 +147,16 @@ def _prepare(
     sums: dict[str, str] = {}
 
     def write_and_publish() -> None:
-        together(write, what, group)
-        sums.update(checksums(draft, layout, group))
-        together(finish, what, group)
+        with whole_or_gone(draft, is_owner=layout.rank == 0):
+            together(write, what, group)
+            sums.update(checksums(draft, layout, group))
+            together(finish, what, group)
 
     return target, write_and_publish
+
+
+def _draft(folder: Path, step: int) -> Path:
+    return folder / f"{UNFINISHED}step_{step:08d}"
 
 
 def publish_checkpoint(draft: Path, target: Path, facts: Mapping[str, Any], sums: Mapping[str, str]) -> None:
@@ -163,7 +170,9 @@ def publish_checkpoint(draft: Path, target: Path, facts: Mapping[str, Any], sums
 def checksums(draft: Path, layout: Layout, group: Any) -> dict[str, str]:
     """Of every file of a draft, each rank its share. A collective."""
     names = sorted(path.name for path in draft.iterdir())
-    mine = {name: checksum(draft / name) for name in names[layout.rank :: layout.world_size]}
+    mine: dict[str, str] = {}
+    share = names[layout.rank :: layout.world_size]
+    together(lambda: mine.update((name, checksum(draft / name)) for name in share), f"draft {draft}", group)
     found: list[dict[str, str]] = [{} for _ in range(layout.world_size)]
     dist.all_gather_object(found, mine, group=group)
     return {name: value for part in found for name, value in part.items()}

@@ -13,7 +13,7 @@ import os
 import re
 import shutil
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -79,11 +79,15 @@ def prune(folder: Path, keep: int | None) -> None:
     """
     if keep is None:
         return
-    steps = sorted(whole_steps(folder))
+    for step in removable_steps(folder, but=sorted(whole_steps(folder))[-max(keep, 1) :]):
+        remove(step_folder(folder, step))
+
+
+def removable_steps(folder: Path, *, but: Container[int]) -> list[int]:
+    """Whole checkpoints that may go, oldest first: not in `but`, not the one with the best score, and read by nobody."""
     best = best_step(folder)
-    for step in steps[: -max(keep, 1)]:
-        if step != best and not is_read(step_folder(folder, step)):
-            remove(step_folder(folder, step))
+    others = (step for step in sorted(whole_steps(folder)) if step not in but and step != best)
+    return [step for step in others if not is_read(step_folder(folder, step))]
 
 
 def set_score(path: Path, score: float) -> None:
@@ -156,6 +160,18 @@ def remove(path: Path) -> None:
     shutil.rmtree(draft, ignore_errors=True)
     path.rename(draft)
     shutil.rmtree(draft, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def whole_or_gone(draft: Path, *, is_owner: bool = True) -> Iterator[None]:
+    """Removes the folder `draft` when the block fails: half a checkpoint would keep a full disk full. is_owner: of the ranks
+    that fail together, one removes it."""
+    try:
+        yield
+    except BaseException:
+        if is_owner:
+            shutil.rmtree(draft, ignore_errors=True)
+        raise
 
 
 def publish(draft: Path, target: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import threading
 from collections.abc import Callable
@@ -10,13 +11,18 @@ from typing import Any
 
 import torch.distributed as dist
 
+from slime_cua.trainer import progress
+
+POLL_S = 0.5
+"""Between two looks at how much is written."""
+
 
 class PendingSave:
     """`work` in a thread of its own. Whoever waits gets its error."""
 
-    def __init__(self, path: Path, work: Callable[[], None]) -> None:
-        self.path = path
-        """Where the checkpoint will be."""
+    def __init__(self, path: Path, work: Callable[[], None], draft: Path) -> None:
+        """path: where the checkpoint will be. draft: the folder that it is written in."""
+        self.path, self._draft = path, draft
         self._work = work
         self._error: Exception | None = None
         self._thread = threading.Thread(target=self._run, name="checkpoint", daemon=False)
@@ -28,8 +34,16 @@ class PendingSave:
         return not self._thread.is_alive()
 
     def wait(self) -> Path:
-        """The whole checkpoint's folder. Raises CheckpointError when it could not be written."""
-        self._thread.join()
+        """The whole checkpoint's folder. Raises CheckpointError when it could not be written.
+
+        While the draft grows this rank makes progress (slime_cua.trainer.progress): a large one is not taken for a hang.
+        """
+        num_bytes = -1
+        while self._thread.is_alive():
+            before, num_bytes = num_bytes, _folder_bytes(self._draft)
+            if num_bytes != before:
+                progress.mark(f"writing {self.path.name}: {num_bytes} bytes")
+            self._thread.join(POLL_S)
         if self._error is not None:
             error, self._error = self._error, None
             raise error
@@ -40,6 +54,15 @@ class PendingSave:
             self._work()
         except Exception as error:
             self._error = error
+
+
+def _folder_bytes(folder: Path) -> int:
+    """Of its files; a folder that is moved or removed meanwhile counts what was seen of it."""
+    total = 0
+    with contextlib.suppress(FileNotFoundError):
+        for path in folder.iterdir():
+            total += path.stat().st_size
+    return total
 
 
 def make_writers_group(timeout_s: float) -> Any:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from slime_cua.core.errors import CheckpointError
-from slime_cua.trainer import folders
+from slime_cua.trainer import folders, progress
 from slime_cua.trainer.pending_save import PendingSave
 from tests.unit.test_checkpoint_steps import whole
 
@@ -91,8 +91,31 @@ def test_who_waits_for_a_save_gets_its_error_once(tmp_path: Path) -> None:
         time.sleep(0.05)
         raise CheckpointError("the disk is full")
 
-    pending = PendingSave(tmp_path, fail)
+    pending = PendingSave(tmp_path, fail, tmp_path)
     with pytest.raises(CheckpointError, match="the disk is full"):
         pending.wait()
     assert pending.is_done
     assert pending.wait() == tmp_path
+
+
+def test_a_rank_that_waits_for_a_large_checkpoint_makes_progress_while_its_draft_grows(
+    tmp_path: Path,
+) -> None:
+    """The writer goes on only when the waiting rank has left a mark of what was written so far."""
+    draft, marks = tmp_path / "draft", tmp_path / "rank.progress"
+    draft.mkdir()
+    progress.open_file(marks)
+    before = progress.read(marks)[0]
+
+    def work() -> None:
+        for number in range(1, 4):
+            (draft / f"{number}").write_bytes(b"x" * 1000)
+            end = time.monotonic() + 60.0
+            while f"{number}000 bytes" not in progress.read(marks)[1]:
+                if time.monotonic() > end:
+                    raise CheckpointError(f"no mark of {number}000 bytes")
+                time.sleep(0.01)
+
+    PendingSave(tmp_path / "step_00000007", work, draft).wait()
+    number, text = progress.read(marks)
+    assert number >= before + 3 and text.endswith("writing step_00000007: 3000 bytes")

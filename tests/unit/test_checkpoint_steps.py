@@ -88,3 +88,18 @@ def test_a_removal_killed_half_way_leaves_nothing_that_looks_whole(tmp_path: Pat
     assert folders.latest(tmp_path) is None
     folders.remove_leftovers(tmp_path)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("is_owner", [True, False])
+def test_a_draft_whose_writing_fails_goes_at_once_by_the_rank_that_owns_it(
+    tmp_path: Path, is_owner: bool
+) -> None:
+    draft = tmp_path / ".unfinished-step_00000007"
+    draft.mkdir()
+    (draft / "__0_0.distcp").write_bytes(b"half")
+    with pytest.raises(CheckpointError, match="disk full"), folders.whole_or_gone(draft, is_owner=is_owner):
+        raise CheckpointError("disk full")
+    assert draft.exists() is not is_owner
+    with folders.whole_or_gone(tmp_path):
+        pass
+    assert tmp_path.exists()

@@ -18,7 +18,7 @@ from slime_cua.launch.run_dir import RunDir
 from slime_cua.launch.run_state import Batch, RunState
 from slime_cua.launch.runs import ago, find_runs, human, is_running, listing, show, summarise
 from slime_cua.launch.runs_gc import collect, plan
-from slime_cua.trainer.folders import MANIFEST, UNFINISHED, step_folder
+from slime_cua.trainer.folders import MANIFEST, UNFINISHED, reading, set_score, step_folder, whole_steps
 from tests.unit.test_data_stores import png
 
 
@@ -154,6 +154,16 @@ def test_a_checkpoint_that_was_moved_aside_and_not_replaced_stays(tmp_path):
     folder.rename(aside)
     collect(tmp_path, is_dry=False)
     assert aside.exists()
+
+
+def test_a_checkpoint_that_scored_best_or_is_read_right_now_stays_though_no_state_names_it(tmp_path):
+    run = Fixture(tmp_path)
+    set_score(run.checkpoint(3), 0.5)
+    with reading(run.checkpoint(4)):
+        collect(tmp_path, is_dry=False)
+        assert sorted(whole_steps(tmp_path / "checkpoints")) == [2, 3, 4]
+    collect(tmp_path, is_dry=False)
+    assert sorted(whole_steps(tmp_path / "checkpoints")) == [2, 3]
 
 
 def test_a_run_at_work_is_left_alone_and_cannot_start_while_it_is_cleaned(tmp_path):
