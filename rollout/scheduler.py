@@ -79,6 +79,8 @@ class Scheduler:
     """Tasks drawn and not admitted yet, in draw order."""
     round_at_s: float = math.inf
     """The round of `dequeue` has come to tasks of this duration."""
+    round_ties: int = 0
+    """How many more of just this duration the round takes: those that waited when it came there."""
     stale_in_a_row: dict[str, int] = field(default_factory=dict)
     """Tasks whose last groups were dropped for their age."""
 
@@ -126,7 +128,8 @@ class Scheduler:
         """Waiting tasks that may be admitted now, in the order in which to start them.
 
         Longest measured duration first, unknown ones as the mean; a round goes on to shorter ones and new tasks that are
-        longer wait for the next round, so each task starts after at most two rounds. Without is_long_first: as drawn.
+        longer, or just as long as where the round is, wait for the next one: so rounds end, and each task starts after at
+        most two. A round also ends when nothing waits. Without is_long_first: as drawn.
         """
         room = min(self.capacity(), len(self.waiting))
         if not self.options.is_long_first:
@@ -136,12 +139,20 @@ class Scheduler:
         durations = [self.durations_s.get(task, mean) for task in self.waiting]
         taken = []
         for _ in range(room):
-            ahead = [duration for duration in durations if duration <= self.round_at_s]
-            self.round_at_s = max(ahead or durations)
-            index = durations.index(self.round_at_s)
+            ahead = [duration for duration in durations if self._is_in_round(duration)]
+            longest = max(ahead or durations)
+            if not ahead or longest < self.round_at_s:
+                self.round_at_s, self.round_ties = longest, durations.count(longest)
+            self.round_ties -= 1
+            index = durations.index(longest)
             durations.pop(index)
             taken.append(self.waiting.pop(index))
+        if not self.waiting:
+            self.round_at_s = math.inf
         return taken
+
+    def _is_in_round(self, duration: float) -> bool:
+        return duration < self.round_at_s or (duration == self.round_at_s and self.round_ties > 0)
 
     def forget_waiting(self, task_id: str) -> int:
         """A task must not start any more: how many waiting draws of it went."""

@@ -155,6 +155,8 @@ def test_long_tasks_come_first_and_unknown_ones_stand_at_the_mean():
     for _ in range(8):
         s.record_duration("long", 1.0)
     assert order(s, "long", "short") == ["short", "long"], "estimates follow what is measured"
+    s.record_duration("longest", 500.0)
+    assert order(s, "long", "longest", "short") == ["longest", "short", "long"], "whatever was started before"
     s.options = SchedulerConfig(is_long_first=False)
     assert order(s, "long", "short") == ["long", "short"]
 
@@ -174,6 +176,22 @@ def test_tasks_drawn_ahead_start_in_rounds_from_long_to_short_and_none_waits_lon
         s.trained([task])
     assert started == [9, 8, 5, 3, 2, 1, 10], "10 and 7 came too late for the first round"
     assert [s.dequeue()[0] for _ in range(1)] == ["t7"]
+
+
+def test_a_task_that_is_drawn_again_and_again_does_not_hold_a_longer_one_back():
+    s = Scheduler(1, 0, options=SchedulerConfig(num_ahead_groups=2))
+    s.record_duration("often", 5.0)
+    s.record_duration("long", 9.0)
+    started = []
+    for draw in (["often", "often", "often"], ["long"], *[["often"]] * 9):
+        s.enqueue(draw)
+        (task,) = s.dequeue()
+        started.append(task)
+        s.admit(task, task)
+        s.finish(task)
+        s.trained([task])
+    assert started[:4] == ["often", "often", "often", "long"], "three waited when the round came to them"
+    assert len(s.waiting) == 2
 
 
 def test_flat_groups_are_filtered_up_to_a_bound_a_step():
