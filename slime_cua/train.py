@@ -51,7 +51,7 @@ def reinforce(session: Session, start: Path, fleet: Any) -> None:
             loop.publish()
             loop.release()
             loop.save_if_due()
-            loop.log()
+            loop.log(groups)
         loop.finish()
 
 

@@ -176,7 +176,9 @@ def goals(replays: Sequence[Replay], bounds: dict[str, IdleBound]) -> str:
             continue
         trained, admitted = (_spans(some, replay.scenario) for some in (replay.trained, replay.admitted))
         is_short = max(admitted) < replay.scenario.site.step_s
-        lines.append(f"{replay.policy.name}:")
+        options = replay.policy.options.model_dump(exclude_defaults=True)
+        keys = ", ".join(f"rollout.scheduler.{key} = {value}" for key, value in options.items())
+        lines.append(f"{replay.policy.name}{f' ({keys})' if keys else ''}:")
         for label, other, factor in others:
             if other is not None and not is_short:
                 ratio = replay.groups_per_hour / other.groups_per_hour

@@ -11,6 +11,7 @@ from slime_cua.core.errors import DamagedCheckpointError, EngineError
 from slime_cua.core.types import EpisodeGroup
 from slime_cua.data.episodes import EpisodeStore
 from slime_cua.data.samples import make_train_samples, split_samples
+from slime_cua.launch.ahead_hint import AheadHint
 from slime_cua.launch.canary import Canary, CanaryError
 from slime_cua.launch.run_state import Batch, RunState
 from slime_cua.launch.steady_trainer import Call, SteadyTrainer
@@ -45,6 +46,7 @@ class Loop:
         self._since = self._step_started = time.monotonic()
         self._values: dict[str, float] = {}
         rollout = session.config.rollout
+        self._ahead_hint = AheadHint(rollout, len(session.tasks.train))
         self._canary = Canary(rollout.canary, session.model, timeout_s=rollout.engine.request_timeout_s)
 
     @property
@@ -166,7 +168,7 @@ class Loop:
             self._save(is_async=self._config.trainer.async_save)
         self._values["time/save_s"] = time.monotonic() - started
 
-    def log(self) -> None:
+    def log(self, groups: Sequence[EpisodeGroup]) -> None:
         """The step's row of metrics."""
         seconds = time.monotonic() - self._step_started
         self._values |= {"time/step_s": seconds, "busy/trainer": self._values["time/train_s"] / seconds}
@@ -178,6 +180,8 @@ class Loop:
             f"lag {values.get('lag/max', 0):.0f}, {seconds:.1f} s (waited {values['time/wait_s']:.1f}, "
             f"trained {values['time/train_s']:.1f}, published {values['time/publish_s']:.2f})"
         )
+        if hint := self._ahead_hint.note(groups, values):
+            self._session.console.say(hint)
 
     def finish(self) -> None:
         """Export the policy; the phase is done."""

@@ -337,7 +337,8 @@ def test_the_command_replays_a_run_and_prints_trace_tables_and_goals(tmp_path, c
 def test_reports_say_what_is_met_and_what_is_not():
     config = scenario(4)
     trace = trace_of(30.0, 5.0, 5.0, 5.0)
-    replays = [simulate(trace, config, POLICIES[name]) for name in ("sync", "one_step_off", "ours_1")]
+    names = ("sync", "one_step_off", "ours_1", "ours_1_ahead")
+    replays = [simulate(trace, config, POLICIES[name]) for name in names]
     bounds = {
         r.policy.name: idle_bound(
             r.admitted, r.trained, config, r.policy.max_lag, mean_step_tokens(trace, config)
@@ -347,6 +348,7 @@ def test_reports_say_what_is_met_and_what_is_not():
     text = goals(replays, bounds)
     assert "NOT MET 1.42x the groups/h of synchronous (goal 1.9x)" in text
     assert "  met     greatest lag 0 (goal 1)" in text
+    assert "\nours, lag 1, 64 drawn ahead (rollout.scheduler.num_ahead_groups = 64):\n" in text
     assert comparison(replays, bounds).count("\n| ours, lag 1 |") == 3
     assert "longest of a step's groups" in trace_text(trace, config)
 
