@@ -122,6 +122,21 @@ async def test_boards_scale_to_a_larger_screen(tmp_path: Path):
             assert await room.attempt(task, ScriptedTeacher(task).actions) == (0.0, 1.0), task.id
 
 
+LOOK_INTO_THE_BOARD = """
+import pathlib, re
+for folder in pathlib.Path('/proc').glob('[0-9]*'):
+    if b'board.py' in (folder / 'cmdline').read_bytes():
+        try:
+            lines = (folder / 'maps').read_text().splitlines()
+            with open(folder / 'mem', 'rb') as memory:
+                for start, end in [map(lambda n: int(n, 16), line.split()[0].split('-')) for line in lines if ' rw' in line]:
+                    memory.seek(start)
+                    print(set(re.findall(rb'(?<![0-9a-f])[0-9a-f]{24}(?![0-9a-f])', memory.read(end - start))))
+        except PermissionError as error:
+            print(error)
+"""
+
+
 async def test_a_program_on_the_desktop_finds_no_spec_and_cannot_sign_a_state(room: Room):
     task = load_tasks([TASKS / "train" / "press.jsonl"])[0]
     look = "cat ~/.starter/spec.json; ls -a ~/.starter; cat /proc/*/cmdline /proc/*/environ 2>/dev/null | tr '\\0' ' '"
@@ -134,9 +149,14 @@ async def test_a_program_on_the_desktop_finds_no_spec_and_cannot_sign_a_state(ro
         secret = re.search(r"sha256\(\('(\w+)'", task.evaluator["judges"][0]["code"])
         assert secret and secret[1] not in seen.stdout + seen.stderr
         assert "No such file" in seen.stderr
+        inside = await desktop.execute(
+            ExecuteRequest(action_id="inside", action=CodeAction(language="python", code=LOOK_INTO_THE_BOARD))
+        )
+        assert secret[1] not in inside.stdout and "Permission denied" in inside.stdout, inside
+        (target,) = re.findall(r"\['press', '([^']+)'\]", task.evaluator["judges"][0]["code"])
         forge = (
             "import json, pathlib; p = pathlib.Path.home() / '.starter/state.json'; s = json.loads(p.read_text()); "
-            "s['events'] = [['press', 'b0']]; p.write_text(json.dumps(s))"
+            f"s['events'] = [['press', {target!r}]]; p.write_text(json.dumps(s))"
         )
         await desktop.execute(
             ExecuteRequest(action_id="forge", action=CodeAction(language="python", code=forge))

@@ -265,6 +265,21 @@ def test_hints_differ_on_a_board_and_tell_nothing_about_the_answer():
     assert max(firsts.values()) <= 0.2 * firsts.total() and set(firsts) == set(HINTS)
 
 
+def test_the_name_under_which_a_press_is_written_down_tells_its_place_and_no_answer():
+    """A program of the policy can read what the board wrote: it must not learn from there whether it pressed the right one."""
+    targets = Counter[str]()
+    for split in SPLITS:
+        for family in ("press", "place", "missing"):
+            for task in shipped(split, family):
+                things = things_of(task)
+                assert {thing["id"] for thing in things} == {
+                    "{}-{}".format(*thing["box"]) for thing in things
+                }
+                judge = json.dumps(task.evaluator)
+                targets.update(thing["id"] for thing in things if repr(thing["id"]) in judge)
+    assert max(targets.values()) <= 0.05 * targets.total()
+
+
 def test_a_board_scales_to_the_screen_and_the_same_grid_position_hits(tmp_path: Path):
     width, height = 1504, 832
     for task in shipped("heldout", "press")[:5]:

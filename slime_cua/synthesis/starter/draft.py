@@ -78,6 +78,11 @@ class Thing:
         return (self.kind, self.shape, self.fill, x // 64, y // 64)
 
 
+def named_by_place(box: Box) -> str:
+    """An id that tells nothing but the place: the board writes ids down where programs of a policy can read them."""
+    return f"{box[0]}-{box[1]}"
+
+
 @dataclass(frozen=True)
 class Window:
     """A window in front of the board; the last of several is on top."""

@@ -16,6 +16,7 @@ from slime_cua.synthesis.starter.draft import (
     Thing,
     Window,
     click,
+    named_by_place,
     place,
     sides,
 )
@@ -76,7 +77,7 @@ def place_family(rng: Random) -> Draft:
     colour = rng.choice(list(COLOURS.values()))
     shape = rng.choice(("square", "circle"))
     scene = Scene(rng)
-    scene.things = [Thing(f"b{index}", "press", colour, box, shape) for index, box in enumerate(boxes)]
+    scene.things = [Thing(named_by_place(box), "press", colour, box, shape) for box in boxes]
     return _press_draft(scene, f"press the {word} button.", scene.things[0])
 
 
@@ -203,8 +204,8 @@ def _asked_scene(rng: Random, asked: str, count: int) -> tuple[Scene, Thing, str
     spots = place(rng, sides(rng, count))
     scene = Scene(rng)
     scene.things = [
-        Thing(f"b{index}", "press", COLOURS[c], box, s)
-        for index, ((c, s), box) in enumerate(zip([(colour, shape), *others], spots, strict=True))
+        Thing(named_by_place(box), "press", COLOURS[c], box, s)
+        for (c, s), box in zip([(colour, shape), *others], spots, strict=True)
     ]
     words = {"colour": f"{colour} button", "shape": shape, "both": f"{colour} {shape}"}[asked]
     return scene, scene.things[0], f"press the {words}."

@@ -1,7 +1,7 @@
 """A board of coloured things to press, tick, fill in or close, drawn from a JSON spec.
 
 Usage: python3 -I -S board.py SPEC. It ends when the board is on the screen; the board lives on in the background.
-The spec is deleted once read. What was done is kept in the file spec["state"] as
+The spec is deleted once read, and no other program may look into the board's memory. What was done is kept in the file spec["state"] as
 {"events": [...], "tag": sha256(spec["key"] + JSON of events)}: the key is known to the board and the judge only, so a
 state that something else wrote is told apart. Places are pixels of a screen of spec["screen"], [x, y, width, height],
 and are scaled to the screen that is there. Standard library only.
@@ -9,6 +9,7 @@ and are scaled to the screen that is there. Standard library only.
 
 # pathlib would cost start-up time
 # ruff: noqa: PTH105, PTH108, PTH123
+import ctypes
 import hashlib
 import json
 import os
@@ -310,7 +311,13 @@ def write(path, text):
     os.replace(path + ".new", path)
 
 
+def close_memory():
+    """Programs of the same user cannot read this process, nor what it forks (prctl PR_SET_DUMPABLE, number 4)."""
+    ctypes.CDLL(None).prctl(4, 0, 0, 0, 0)
+
+
 def main():
+    close_memory()
     with open(sys.argv[1], encoding="utf-8") as file:
         spec = json.load(file)
     os.unlink(sys.argv[1])
