@@ -79,9 +79,14 @@ class Session:
         self.run = self._stack.enter_context(RunDir(config))
         self._stack.enter_context(explained(self.run.logs))
         self._stack.enter_context(self.console.record(self.run.logs / "driver.log"))
-        check_disk(self.run.path, self.model)
-        self._reopen_rl()
         self.images = ImageStore(self.run.images)
+        goes_on = self._rl_goes_on()
+        if self._is_finished() and not goes_on:
+            self.console.say("every phase is done: nothing is started, the table is from what is stored")
+            return
+        check_disk(self.run.path, self.model)
+        if goes_on:
+            self._reopen_rl()
         self.use_gpu = _has_gpu()
         self.faults = FaultLog(config.faults, self.run.logs)
         self._gateway = self._desktops()
@@ -329,14 +334,32 @@ class Session:
         """RL has steps to do."""
         return self.config.num_steps > 0 and self.run.phase_result("rl") is None
 
-    def _reopen_rl(self) -> None:
+    def _is_finished(self) -> bool:
+        """Every phase that the config asks for is done: what is left is to print what was found."""
+        config = self.config
+        wanted = [f"eval_{arm}" for arm in config.evaluation.arms if arm != "rl" or config.num_steps]
+        wanted += ["sft"] if config.sft.num_episodes else []
+        wanted += ["rl"] if config.num_steps else []
+        return bool(wanted) and all(self.run.phase_result(name) is not None for name in wanted)
+
+    def _rl_goes_on(self) -> bool:
         """A finished RL phase goes on when num_steps (or minutes) were raised since."""
         config, done = self.config, self.run.phase_result("rl")
         if done is None or done["num_steps"] >= config.num_steps:
-            return
-        if config.minutes == 0 or done["seconds"] <= 60 * config.minutes:
-            self.console.say(f"RL goes on from step {done['num_steps']:.0f} to {config.num_steps}")
-            self.run.reopen_phase("rl", f"step_{done['num_steps']:.0f}")
+            return False
+        if config.minutes and done["seconds"] > 60 * config.minutes:
+            self.console.say(
+                f"RL ended at step {done['num_steps']:.0f} of {config.num_steps}, when its {config.minutes:g} minutes were over: "
+                "raise minutes (0: no limit) to go on"
+            )
+            return False
+        return True
+
+    def _reopen_rl(self) -> None:
+        done = self.run.phase_result("rl")
+        assert done is not None
+        self.console.say(f"RL goes on from step {done['num_steps']:.0f} to {self.config.num_steps}")
+        self.run.reopen_phase("rl", f"step_{done['num_steps']:.0f}")
 
     def _resume_steps(self) -> dict[Axis, int]:
         """The last step of each axis that is done for good; what was logged beyond is done again."""

@@ -15,10 +15,15 @@ DEAF_S = 60.0
 
 @contextmanager
 def kept_handlers() -> Iterator[None]:
-    """Handlers are after the block what they were before: joining Ray puts its own, in Python and below it."""
+    """Handlers are after the block what they were before: joining Ray puts its own, in Python and below it.
+
+    Ray's exits on SIGTERM: that leaves the block as the KeyboardInterrupt that it would have been without it.
+    """
     before = {number: signal.getsignal(number) for number in SIGNALS}
     try:
         yield
+    except SystemExit as error:
+        raise KeyboardInterrupt from error
     finally:
         for number, handler in before.items():
             if handler is not None:

@@ -17,7 +17,7 @@ from slime_cua.launch import preflight
 from slime_cua.launch.children import descendants, no_child_left
 from slime_cua.launch.failures import FAILURE_LOG, explained
 from slime_cua.launch.ray_runtime import remove_abandoned, temporary_folder
-from slime_cua.launch.signals import interrupt_on_signals
+from slime_cua.launch.signals import interrupt_on_signals, kept_handlers
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -203,3 +203,14 @@ def test_a_second_signal_does_not_cut_the_clean_up_short():
             signal.raise_signal(signal.SIGHUP)
             cleaned.append("all")
     assert cleaned == ["all"]
+
+
+def test_a_signal_while_foreign_code_exits_on_it_ends_as_an_interrupt_and_the_handler_comes_back():
+    with pytest.raises(KeyboardInterrupt), interrupt_on_signals():
+        ours = signal.getsignal(signal.SIGTERM)
+        try:
+            with kept_handlers():
+                signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(number))
+                signal.raise_signal(signal.SIGTERM)
+        finally:
+            assert signal.getsignal(signal.SIGTERM) is ours
