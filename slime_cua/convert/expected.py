@@ -71,9 +71,7 @@ def expected_shapes(hf_dir: Path | str) -> dict[str, tuple[int, ...]]:
 
     try:
         config = transformers.AutoConfig.from_pretrained(str(hf_dir))
-    except (
-        Exception
-    ) as error:  # a config of an unknown kind, or with values of another kind than its class wants
+    except Exception as error:  # an unknown kind of config, or values that its class does not take
         raise CheckpointError(f"{hf_dir}: transformers cannot read config.json: {error}") from error
     names = getattr(config, "architectures", None) or []
     model_class: Any = getattr(transformers, names[0], None) if names else None

@@ -78,7 +78,6 @@ def legal_layouts(config: Mapping[str, Any]) -> tuple[Axis, ...]:
     parts = parts_of(config)
     fields = _divided(config, parts, ParallelConfig())
     experts = num_experts(config)
-    legal_ep = [n for n in range(1, experts + 1) if experts % n == 0] or [1]
     tp_reason = ", ".join(f"{name} = {value}" for name, value, _ in fields)
     return (
         Axis("tp", _listed(_legal_tp(fields)), f"divides {tp_reason}"),
@@ -89,7 +88,7 @@ def legal_layouts(config: Mapping[str, Any]) -> tuple[Axis, ...]:
         ),
         Axis(
             "ep",
-            _listed(legal_ep),
+            _listed(_legal_ep(experts)),
             f"divides num_experts = {experts} and tp x dp" if experts else "no experts",
         ),
         *(Axis(axis, "1", _refusal(axis, parts)) for axis in ("pp", "cp")),
@@ -113,7 +112,7 @@ def layout_faults(
     experts = num_experts(config)
     if parallel.ep > 1 and (not experts or experts % parallel.ep):
         faults.append(
-            f"trainer.parallel.ep = {parallel.ep} needs a model whose experts ({experts}) it divides"
+            f"trainer.parallel.ep = {parallel.ep} needs a model whose experts ({experts}) it divides; legal: {_listed(_legal_ep(experts))}"
         )
     elif (parallel.tp * parallel.dp) % parallel.ep:
         faults.append(
@@ -165,6 +164,10 @@ def _divided(
 
 def _legal_tp(fields: list[tuple[str, int, str]]) -> list[int]:
     return [n for n in range(1, MAX_TP + 1) if all(value % n == 0 for _, value, _ in fields)]
+
+
+def _legal_ep(experts: int) -> list[int]:
+    return [n for n in range(1, experts + 1) if experts % n == 0] or [1]
 
 
 def _refusal(axis: str, parts: frozenset[str] | None) -> str:

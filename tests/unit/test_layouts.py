@@ -52,7 +52,11 @@ def test_the_27b_trains_at_tp_1_2_4_and_the_35b_at_tp_1_2_with_any_ep_that_divid
         (DENSE, {"cp": 2}, "cp must be 1: megatron-core 0.16.1 has no context parallelism for gated delta"),
         (DENSE, {"ep": 2, "dp": 2}, r"ep = 2 needs a model whose experts \(0\)"),
         (EXPERTS, {"tp": 2}, "sequence_parallel must be true for experts with tp > 1"),
-        (EXPERTS, {"ep": 3, "dp": 3}, r"ep = 3 needs a model whose experts \(256\)"),
+        (
+            EXPERTS,
+            {"ep": 3, "dp": 3},
+            r"ep = 3 needs a model whose experts \(256\) it divides; legal: 1, 2, 4, 8",
+        ),
         (EXPERTS, {"ep": 4, "dp": 2}, "ep = 4 does not divide tp x dp = 2"),
     ],
 )
