@@ -18,7 +18,7 @@ import uuid
 from contextlib import AsyncExitStack
 from pathlib import Path
 
-from bench_tables import Row, at_least, at_most, show
+from bench_tables import START_S, Row, Table, at_least, at_most
 
 from sandbox_cluster.api import HostRegistration, Settle, StepRequest
 from sandbox_cluster.client import Sandbox, SandboxClient
@@ -142,23 +142,30 @@ async def bench_flat_out(
 async def bench_memory(
     ways: Ways, sandboxes: list[Sandbox], pid: int, options: argparse.Namespace
 ) -> list[Row]:
-    """The gateway's memory under steady work, seen every half minute."""
-    seen = [rss_mb(pid)]
-    for _ in range(round(2 * options.minutes)):
-        await paced(ways, sandboxes, options.rate, 30.0)
+    """The gateway's memory under steady work, seen every half minute, or four times where that is more."""
+    num_looks = max(4, round(2 * options.minutes))
+    before_mb, seen = rss_mb(pid), []
+    for _ in range(num_looks):
+        await paced(ways, sandboxes, options.rate, 60 * options.minutes / num_looks)
         seen.append(rss_mb(pid))
-    half = len(seen) // 2
-    growth_mb = statistics.mean(seen[half:]) - statistics.mean(seen[1 : half + 1])
+    half = num_looks // 2
+    growth_mb = statistics.mean(seen[half:]) - statistics.mean(seen[:half])
     name = f"gateway memory over {options.minutes:g} minutes: second half less first half"
-    return [at_most(name, growth_mb, 2.0, "MB", f" ({seen[0]:.0f} MB at first, {seen[-1]:.0f} MB at last)")]
+    return [at_most(name, growth_mb, 2.0, "MB", f" ({before_mb:.0f} MB at first, {seen[-1]:.0f} MB at last)")]
 
 
-async def run(options: argparse.Namespace) -> None:
+async def run(options: argparse.Namespace) -> int:
     config = SandboxConfig(
         provider="fake", num_desktops=options.desktops, num_spares=1, max_boots=8, screen_wh_px=(640, 384)
     )
+    table = Table(
+        f"{options.desktops} leased fake desktops of 640x384, gateway, host and client on one machine"
+    )
     with tempfile.TemporaryDirectory() as folder:
-        async with LocalCluster(config, Path(folder)) as cluster, AsyncExitStack() as stack:
+        async with (
+            LocalCluster(config, Path(folder), start_timeout_s=START_S) as cluster,
+            AsyncExitStack() as stack,
+        ):
             assert cluster.gateway and cluster.host
             pid = cluster.gateway.process.pid
             client = await stack.enter_async_context(SandboxClient(cluster.url, cluster.token, config))
@@ -169,16 +176,14 @@ async def run(options: argparse.Namespace) -> None:
             ways = Ways(cluster, registration(Path(folder)))
             stack.push_async_callback(ways.close)
             await flat_out(ways, sandboxes, 2.0)
-            rows = [Row("acquire, one after another", f"{acquire_ms:.1f} ms each")]
-            rows += await bench_added(ways, sandboxes, pid, options)
+            table.add([Row("acquire, one after another", f"{acquire_ms:.1f} ms each")])
+            await table.part("what the gateway adds", bench_added(ways, sandboxes, pid, options))
             pids = {"gateway": pid, "host": cluster.host.process.pid}
-            rows += await bench_flat_out(ways, sandboxes, pids, options.seconds / 2)
+            await table.part("steps a second", bench_flat_out(ways, sandboxes, pids, options.seconds / 2))
             if options.minutes:
-                rows += await bench_memory(ways, sandboxes, pid, options)
-            show(
-                f"{options.desktops} leased fake desktops of 640x384, gateway, host and client on one machine",
-                rows,
-            )
+                memory = bench_memory(ways, sandboxes, pid, options)
+                await table.part("gateway memory", memory, 120 * options.minutes + 60)
+    return table.end()
 
 
 def main() -> None:
@@ -193,7 +198,7 @@ def main() -> None:
     parser.add_argument(
         "--minutes", type=float, default=0.0, help="watch the memory for so long at that rate"
     )
-    asyncio.run(run(parser.parse_args()))
+    raise SystemExit(asyncio.run(run(parser.parse_args())))
 
 
 if __name__ == "__main__":

@@ -10,18 +10,19 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import io
 import os
 import statistics
 import tempfile
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from functools import partial
 from pathlib import Path
 
 import numpy as np
-from bench_tables import Row, at_least, at_most, show
+from bench_tables import START_S, Row, Table, at_least, at_most
 from PIL import Image
 
 from sandbox_cluster.api import Settle, StepRequest
@@ -179,22 +180,36 @@ async def bench_steps(
 
 
 async def bench_process_click(provider: LocalProvider, num: int) -> list[Row]:
-    """A click as OSWorld sends it, run by an interpreter inside instead of played by us; its pause switched off."""
+    """A click as OSWorld sends it, run by an interpreter inside instead of played by us, its pause switched off; then the same
+    clicks our way on the same desktop."""
     desktop = await provider.boot(0)
     text = "import pyautogui; import time; pyautogui.PAUSE = 0; pyautogui.click(*(100, 100))"
-    walls, inside = [], inside_cpu_s([0])
-    for _ in range(num):
-        begun = time.monotonic()
+
+    async def by_process() -> None:
         await desktop.run(["python", "-c", text])
         await desktop.screenshot()
-        walls.append(time.monotonic() - begun)
-    inside = inside_cpu_s([0]) - inside
+
+    async def by_us() -> None:
+        await desktop.step(click(0, Settle(quiet_ms=0, max_ms=1000)))
+
+    async def measured(step: Callable[[], Awaitable[None]]) -> tuple[list[float], float]:
+        walls, cpu = [], time.process_time() + inside_cpu_s([0])
+        for _ in range(num):
+            begun = time.monotonic()
+            await step()
+            walls.append(time.monotonic() - begun)
+        return walls, time.process_time() + inside_cpu_s([0]) - cpu
+
+    await by_process()
+    theirs, their_cpu_s = await measured(by_process)
+    ours, our_cpu_s = await measured(by_us)
     await desktop.kill()
-    name, detail = (
-        "the same with a Python process a click (OSWorld's way), p50",
-        f"{inside / num * 1e3:.0f} ms CPU inside",
-    )
-    return [Row(name, f"{p50_ms(walls):.0f} ms ({quantiles(walls)}); {detail}")]
+    name = "the same with a Python process a click (OSWorld's way), p50"
+    ratios = f"{p50_ms(theirs) / p50_ms(ours):.1f} of the time, {their_cpu_s / max(our_cpu_s, TICK_S):.1f} of the CPU"
+    return [
+        Row(name, f"{p50_ms(theirs):.0f} ms ({quantiles(theirs)}); {their_cpu_s / num * 1e3:.0f} ms CPU"),
+        Row("OSWorld's way as a multiple of ours, bare desktop", ratios),
+    ]
 
 
 async def bench_boots(provider: LocalProvider, num: int) -> list[Row]:
@@ -212,7 +227,7 @@ async def bench_acquire(config: SandboxConfig, folder: Path, num: int) -> list[R
     """From asking the gateway to holding a desktop of the warm pool, which refills between two askings."""
     walls = []
     async with (
-        LocalCluster(config, folder) as cluster,
+        LocalCluster(config, folder, start_timeout_s=START_S) as cluster,
         SandboxClient(cluster.url, cluster.token, config) as client,
     ):
         for number in range(num):
@@ -261,35 +276,51 @@ def saved(image: Image.Image, options: dict[str, object]) -> bytes:
     return file.getvalue()
 
 
-async def main() -> None:
+@contextlib.asynccontextmanager
+async def fresh_provider(config: DesktopConfig) -> AsyncIterator[LocalProvider]:
+    """One a part: what a part that failed left is gone before the next one."""
+    with tempfile.TemporaryDirectory() as folder:
+        provider = LocalProvider(config, Path(folder), LABEL)
+        try:
+            yield provider
+        finally:
+            await provider.close()
+
+
+async def run(options: argparse.Namespace) -> int:
+    width, height = map(int, options.size.split("x"))
+    config = DesktopConfig(screen_wh_px=(width, height), first_uid=FIRST_UID)
+    num, repeats, many = options.desktops, options.repeats, Settle(quiet_ms=0, max_ms=1000)
+    async with fresh_provider(config) as provider:
+        await provider.check()
+    parts: list[tuple[str, Callable[[LocalProvider], Awaitable[list[Row]]]]] = [
+        ("boot", lambda p: bench_boot(p, repeats)),
+        ("a Tk window", lambda p: bench_window(p, "Tk", "Form", start_tk, repeats)),
+        ("an editor", lambda p: bench_window(p, "editor", "Mousepad", start_editor, repeats, (1200, 50))),
+        ("steps of one desktop", lambda p: bench_steps(p, 1, 50, many)),
+        ("OSWorld's way", lambda p: bench_process_click(p, 10)),
+        ("settled steps", lambda p: bench_steps(p, 1, 30, Settle())),
+        ("steps of many desktops", lambda p: bench_steps(p, num, 20, many)),
+        ("boots", lambda p: bench_boots(p, num)),
+        ("capture", bench_capture),
+    ]
+    table = Table(f"local desktops of {options.size}")
+    for name, part in parts:
+        async with fresh_provider(config) as provider:
+            await table.part(name, part(provider))
+    with tempfile.TemporaryDirectory() as folder:
+        cluster = SandboxConfig(**config.model_dump(), num_desktops=1, num_spares=2)
+        await table.part("acquire", bench_acquire(cluster, Path(folder), repeats))
+    return table.end()
+
+
+def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--size", default="1504x832")
     parser.add_argument("--desktops", type=int, default=16)
     parser.add_argument("--repeats", type=int, default=8)
-    options = parser.parse_args()
-    width, height = map(int, options.size.split("x"))
-    config = DesktopConfig(screen_wh_px=(width, height), first_uid=FIRST_UID)
-    with tempfile.TemporaryDirectory() as folder:
-        provider = LocalProvider(config, Path(folder), LABEL)
-        await provider.check()
-        try:
-            rows = await bench_boot(provider, options.repeats)
-            rows += await bench_window(provider, "Tk", "Form", start_tk, options.repeats)
-            rows += await bench_window(
-                provider, "editor", "Mousepad", start_editor, options.repeats, (1200, 50)
-            )
-            rows += await bench_steps(provider, 1, 50, Settle(quiet_ms=0, max_ms=1000))
-            rows += await bench_process_click(provider, 10)
-            rows += await bench_steps(provider, 1, 30, Settle())
-            rows += await bench_steps(provider, options.desktops, 20, Settle(quiet_ms=0, max_ms=1000))
-            rows += await bench_boots(provider, options.desktops)
-            rows += await bench_capture(provider)
-        finally:
-            await provider.close()
-        cluster = SandboxConfig(**config.model_dump(), num_desktops=1, num_spares=2)
-        rows += await bench_acquire(cluster, Path(folder) / "cluster", options.repeats)
-    show(f"local desktops of {options.size}", rows)
+    raise SystemExit(asyncio.run(run(parser.parse_args())))
 
 
 if __name__ == "__main__":
-    asyncio.run(main())
+    main()

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import platform
 import time
+import traceback
+from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+START_S, PART_S = 300.0, 300.0
+"""Deadlines of a service's start and of one part: a loaded machine is slow, a hanging part must not hold up the others."""
 
 
 @dataclass(frozen=True)
@@ -44,9 +50,35 @@ def machine() -> str:
     )
 
 
-def show(title: str, rows: list[Row]) -> None:
-    """Print the table. The load behind the title is that of the end: look at both."""
-    print(f"\n| {title} (load {os.getloadavg()[0]:.1f} at its end) | | goal | |\n|---|---|---|---|")
-    for row in rows:
-        verdict = "" if row.is_met is None else "met" if row.is_met else "**missed**"
-        print(f"| {row.name} | {row.value} | {row.goal} | {verdict} |", flush=True)
+class Table:
+    """Printed row by row, so that a part which fails, or is broken off, takes none of the earlier ones along."""
+
+    def __init__(self, title: str) -> None:
+        self.num_failed = 0
+        print(f"\n| {title} | | goal | |\n|---|---|---|---|", flush=True)
+
+    def add(self, rows: Sequence[Row]) -> None:
+        for row in rows:
+            verdict = "" if row.is_met is None else "met" if row.is_met else "**missed**"
+            print(f"| {row.name} | {row.value} | {row.goal} | {verdict} |", flush=True)
+
+    async def part(self, name: str, rows: Awaitable[Sequence[Row]], timeout_s: float = PART_S) -> None:
+        """The rows of one part; instead of them the reason why there are none."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                self.add(await rows)
+        except Exception as error:
+            self.num_failed += 1
+            traceback.print_exc()
+            reason = str(error).replace("|", "/").replace("\n", " ")
+            if isinstance(error, TimeoutError):
+                reason = f"no end within {timeout_s:g} s"
+            print(
+                f"| {name} | {type(error).__name__}: {reason[:200]} | runs to its end | **failed** |",
+                flush=True,
+            )
+
+    def end(self) -> int:
+        """Close the table with the load that it was made under; the exit code of its program."""
+        print(f"| load at the end of this table | {os.getloadavg()[0]:.1f} | | |", flush=True)
+        return 1 if self.num_failed else 0
