@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import secrets
 import signal
 import subprocess
@@ -69,6 +70,8 @@ class Job:
     """Start time of every process id that belonged to the run when it was looked at."""
     run_path: Path | None = None
     """Where the run directory is, if not in `folder`."""
+    ray_folders: set[str] = field(default_factory=set)
+    """Where Ray kept its sockets, of every look."""
     mark: str = field(default_factory=lambda: secrets.token_hex(8))
 
     @property
@@ -124,6 +127,7 @@ class Job:
         assert self.process is not None
         found = {pid: command_line(pid) for pid in tree(self.process.pid, f"{MARK}={self.mark}".encode())}
         self.seen |= {pid: ticks for pid in found if (ticks := start_ticks(pid)) is not None}
+        self.ray_folders |= set(re.findall(r"/tmp/slime_cua_ray_\w+", " ".join(found.values())))
         return found
 
     def pids_of(self, part: str) -> list[int]:
@@ -165,10 +169,15 @@ class Job:
         known = {pid for pid, ticks in self.seen.items() if start_ticks(pid) == ticks}
         return {pid: command_line(pid) for pid in marked | known if start_ticks(pid) is not None}
 
+    def sockets(self) -> list[Path]:
+        """Sockets that the run left on the disk."""
+        parents = [at for place in (self.run_dir, *self.ray_folders) for at in os.walk(place)]
+        return [path for at, _, names in parents for name in names if (path := Path(at, name)).is_socket()]
+
     def assert_nothing_left(self, timeout_s: float = 20.0) -> None:
-        """No process and no mount of the run is there; those of a killed driver have a moment to notice."""
+        """No process, socket and mount of the run is there; those of a killed driver have a moment to notice."""
         end = time.monotonic() + timeout_s
-        while (left := self.leftovers()) and time.monotonic() < end:
+        while (left := self.leftovers() or self.sockets()) and time.monotonic() < end:
             time.sleep(0.1)
         assert not left, left
         assert str(self.folder) not in Path("/proc/mounts").read_text()

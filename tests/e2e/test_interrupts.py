@@ -77,6 +77,18 @@ def test_ended_in_any_phase_by_any_signal_it_leaves_nothing_and_the_same_command
         check_that_a_finished_run_goes_on_when_more_steps_are_asked_for(job)
 
 
+@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_in_the_middle_of_rays_start_ends_the_run_as_any_other(tmp_path, model, sent):
+    """Ray has put its own handler for SIGTERM by then, and not yet told anybody which processes it started."""
+    with ended(make_job(tmp_path, model, "sandbox.provider=fake")) as job:
+        job.start().wait_until(lambda: bool(job.pids_of("gcs_server")), "a part of Ray")
+        job.kill(sent, is_group=sent == signal.SIGINT)
+        assert job.wait(60.0) == 130, job.output
+        assert "interrupted; the same command continues where it stopped" in job.output
+        assert "Traceback" not in job.output, job.output
+        job.assert_nothing_left()
+
+
 def check_that_a_finished_run_goes_on_when_more_steps_are_asked_for(job):
     groups = set(job.run_dir.joinpath("episodes/rl.jsonl").read_text().splitlines())
     job.overrides.append("num_steps=3")
@@ -92,6 +104,7 @@ def check_that_a_finished_run_goes_on_when_more_steps_are_asked_for(job):
     assert [row["step"] for row in rows if row["axis"] == "step"] == [1, 2, 3]
     assert [row["step"] for row in rows if row["axis"] == "eval"] == [2]
     assert job.start().wait() == 0 and "continuing at step" not in job.output, job.output
+    assert "Held-out success" in job.output and "starting" not in job.output, job.output
 
 
 def check_finished(job):
