@@ -18,7 +18,7 @@ from slime_cua.core.errors import InfrastructureError, SlimeCuaError
 from slime_cua.core.types import Task
 
 NUM_TRIES = 2
-"""A failed set-up may be the machine's: only one that fails again, on another desktop, is the task's."""
+"""A failed set-up, or a judge without a score, may be the machine's: only one that fails again, on another desktop, is the task's."""
 
 
 @dataclass(frozen=True)
@@ -110,6 +110,8 @@ async def _check(client: SandboxClient, task: Task, key: str) -> Finding:
         if reply.score is None:
             state = "unchecked" if INSTALL in str(reply.invalid_reason) else "bad"
             reason = f"the judge gave no score before the first action: {reply.invalid_reason}"
+            if state == "bad":
+                continue
         elif reply.score != 0.0:
             state, reason = "bad", f"scores {reply.score:g} before the first action; it must be exactly 0"
         else:

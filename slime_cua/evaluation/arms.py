@@ -219,7 +219,7 @@ def feasibility_table(episodes: Mapping[str, Sequence[Episode]], tasks: Sequence
     """Success where a task can be done and where it cannot, and how often the policy gave up where it can: one that always
     gives up is seen. No rows without infeasible tasks."""
     rows = []
-    for name, each in episodes.items() if any(task.is_infeasible for task in tasks) else ():
+    for name, each in episodes.items():
         rates = feasibility(attempts_of(each, tasks))
         values = (rates.feasible, rates.infeasible, rates.give_up_rate)
         rows.append([name, *("-" if value is None else f"{100 * value:.1f}" for value in values)])
@@ -227,7 +227,7 @@ def feasibility_table(episodes: Mapping[str, Sequence[Episode]], tasks: Sequence
         "title": "Feasible and infeasible tasks (percent)",
         "note": "Over valid attempts.",
         "columns": ["arm", "feasible", "infeasible", "gave up on feasible"],
-        "rows": rows,
+        "rows": rows if any(task.is_infeasible for task in tasks) else [],
     }
 
 

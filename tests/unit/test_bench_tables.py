@@ -3,26 +3,24 @@
 from __future__ import annotations
 
 import asyncio
-import importlib.util
+import importlib
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-SCRIPT = Path(__file__).parents[2] / "scripts" / "bench_tables.py"
+SCRIPTS = Path(__file__).parents[2] / "scripts"
 
 
-def tables() -> Any:
-    spec = importlib.util.spec_from_file_location("bench_tables", SCRIPT)
-    assert spec and spec.loader
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+@pytest.fixture
+def bench(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(SCRIPTS)
+    return importlib.import_module("bench_tables")
 
 
-async def test_a_part_that_fails_is_a_line_and_the_others_come(capsys: pytest.CaptureFixture[str]) -> None:
-    bench = tables()
-
+async def test_a_part_that_fails_is_a_line_and_the_others_come(
+    bench: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
     async def good() -> list[Any]:
         return [bench.at_most("fast", 1.0, 2.0, "ms"), bench.at_least("many", 1.0, 2.0, "a second")]
 
@@ -45,5 +43,5 @@ async def test_a_part_that_fails_is_a_line_and_the_others_come(capsys: pytest.Ca
     assert "OSError: no / room" in "\n".join(lines) and "no end within 0.05 s" in "\n".join(lines)
 
 
-async def test_the_exit_code_is_0_when_every_part_ran_though_goals_were_missed() -> None:
-    assert tables().Table("all").end() == 0
+async def test_the_exit_code_is_0_when_every_part_ran_though_goals_were_missed(bench: Any) -> None:
+    assert bench.Table("all").end() == 0

@@ -137,7 +137,8 @@ def test_the_table_names_attempts_passes_and_what_is_missing() -> None:
     assert columns["valid episodes"] == ("4/4", "3/4 (50.0 to 75.0)"), text
     apart = feasibility_table(episodes, tasks)
     assert apart["rows"] == [["base", "0.0", "100.0", "0.0"], ["rl", "50.0", "100.0", "50.0"]]
-    assert feasibility_table({"base": []}, [FEASIBLE])["rows"] == []
+    done = {"base": [episode(FEASIBLE, DONE, 1.0)]}
+    assert feasibility_table(done, [FEASIBLE])["rows"] == []
 
 
 def test_one_attempt_a_task_has_no_pass_column() -> None:
