@@ -14,6 +14,7 @@ from typing import Any
 
 from megatron_patches import (
     adapter_marks,
+    adapter_shards,
     cpu_collectives,
     cpu_device,
     deepstack_gradient,
@@ -42,6 +43,7 @@ PATCHES: tuple[Patch, ...] = (
     tensor_parallel_marks.PATCH,
     gdn_input_norm.PATCH,
     adapter_marks.PATCH,
+    adapter_shards.PATCH,
     deepstack_gradient.PATCH,
     gdn_output_norm.PATCH,
 )

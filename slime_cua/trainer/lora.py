@@ -9,12 +9,14 @@ from __future__ import annotations
 import contextlib
 import zlib
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from slime_cua.config.trainer import LoraConfig, TrainerConfig
-from slime_cua.core.errors import ConfigError
+from slime_cua.core.errors import CheckpointError, ConfigError
+from slime_cua.trainer.folders import check_checksums, find
 
 LAYERS = {
     "attention": ("linear_qkv", "linear_proj", "in_proj", "out_proj"),
@@ -31,6 +33,10 @@ def check_lora(config: TrainerConfig, num_experts: int) -> None:
             "trainer.reference_model must be empty with trainer.lora: mcore-bridge cannot read a folder into a model that has "
             "adapters; the reference is then the base model"
         )
+    if config.lora.rank and not config.freeze_vision:
+        raise ConfigError(
+            "trainer.freeze_vision must be true with trainer.lora: adapters are all that is trained, and the vision tower gets none"
+        )
     parallel = config.parallel
     is_on_experts = num_experts and "feed_forward" in config.lora.targets
     if config.lora.rank and is_on_experts and parallel.tp > 1 and parallel.ep == 1:
@@ -38,6 +44,41 @@ def check_lora(config: TrainerConfig, num_experts: int) -> None:
             "trainer.lora.targets = feed_forward with experts needs trainer.parallel.ep > 1 at tp > 1: an adapter of an "
             "expert is not cut over tensor-parallel ranks; or set targets = [attention]"
         )
+
+
+def saved_adapters(folder: Path | str) -> tuple[int, tuple[str, ...]]:
+    """(rank, targets) of the adapters in a checkpoint (a step folder, or its parent: the newest); (0, ()) for one of whole weights.
+
+    Reads the list of its tensors only. Raises CheckpointError for a checkpoint that is missing or not whole.
+    """
+    from torch.distributed.checkpoint import FileSystemReader
+
+    path, manifest = find(Path(folder))
+    check_checksums(path, manifest, [".metadata"])
+    tensors = FileSystemReader(str(path)).read_metadata().state_dict_metadata
+    sizes = {name: tuple(getattr(entry, "size", ())) for name, entry in tensors.items() if ".lora_A." in name}
+    rows = {size[-2] for size in sizes.values() if len(size) > 1}
+    targets = tuple(
+        target
+        for target, layers in LAYERS.items()
+        if any(f".{layer}.lora_A." in name for layer in layers for name in sizes)
+    )
+    return max(rows, default=0), targets
+
+
+def check_saved(folder: Path | str, section: LoraConfig) -> None:
+    """Raise CheckpointError for a checkpoint whose adapters are not those that `section` asks for."""
+    rank, targets = saved_adapters(folder)
+    if (rank, set(targets)) == (section.rank, set(section.targets) if section.rank else set()):
+        return
+    holds = f"adapters of rank {rank} on {', '.join(targets)}" if rank else "whole weights and no adapters"
+    asked = f"rank {section.rank} on {', '.join(section.targets)}" if section.rank else "no adapters (rank 0)"
+    way_out = (
+        "set trainer.lora as the run had it that wrote the checkpoint"
+        if rank
+        else "leave trainer.lora out, or make a folder of it (slime-cua convert to-hf) and start from that"
+    )
+    raise CheckpointError(f"{folder} holds {holds}, trainer.lora asks for {asked}: {way_out}")
 
 
 class Adapters:
@@ -49,35 +90,39 @@ class Adapters:
         from peft import inject_adapter_in_model
 
         names = "|".join(name for target in section.targets for name in LAYERS[target])
-        inject_adapter_in_model(
-            PeftConfig(
-                r=section.rank,
-                lora_alpha=section.alpha,
-                lora_dropout=0.0,
-                target_modules=rf"language_model\..*\.({names})",
-                bias="none",
-            ),
-            module,
-            adapter_name=NAME,
+        peft_config = PeftConfig(
+            r=section.rank,
+            lora_alpha=section.alpha,
+            lora_dropout=0.0,
+            # A text model is its own language model.
+            target_modules=rf"(language_model\.)?decoder\..*\.({names})",
+            bias="none",
         )
+        try:
+            inject_adapter_in_model(peft_config, module, adapter_name=NAME)
+        except ValueError as error:
+            raise ConfigError(
+                f"trainer.lora.targets = {list(section.targets)} cannot have adapters in this model: {error}"
+            ) from error
         self._layers: dict[str, Any] = {
             name: m
             for name, m in module.named_modules()
             if hasattr(m, "lora_A") and hasattr(m, "is_parallel_a")
         }
-        if not self._layers:
-            raise ConfigError(
-                f"trainer.lora.targets = {list(section.targets)} matches no layer of this model"
-            )
         for name, parameter in module.named_parameters():
             parameter.requires_grad_(".lora_A." in name or ".lora_B." in name)
+        self._is_merged = False
         for name, layer in self._layers.items():
             _initialise(name, layer, seed)
 
     @contextlib.contextmanager
     def merged(self) -> Iterator[None]:
         """Base weights stand for W + (alpha / r) B A inside; afterwards they are the very same tensors as before."""
+        assert not self._is_merged, (
+            "weights are being read merged already: read that export to its end, or close it"
+        )
         kept: list[tuple[torch.nn.Parameter, torch.Tensor]] = []
+        self._is_merged = True
         try:
             for layer in self._layers.values():
                 for weight, delta in zip(
@@ -87,6 +132,7 @@ class Adapters:
                     weight.data = (weight.data.float() + delta.float()).to(weight.dtype)
             yield
         finally:
+            self._is_merged = False
             for weight, data in kept:
                 weight.data = data
 

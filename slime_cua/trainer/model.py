@@ -63,6 +63,8 @@ class PolicyModel:
         self._text = getattr(self.module, "language_model", self.module)
         self._text._forward_output_layer = self._select_rows
         self._rows: torch.Tensor | None = None
+        if self.adapters is not None:
+            self._text.decoder.register_forward_pre_hook(_reached_by_gradients, with_kwargs=True)
         tower = getattr(getattr(self.module, "visual", None), "visual", None)
         self.vision: VisionTower | None = None
         if tower is not None:
@@ -171,6 +173,16 @@ class PolicyModel:
         from megatron.core import mpu
 
         return mpu.get_tensor_model_parallel_group() if self.config.tensor_model_parallel_size > 1 else None
+
+
+def _reached_by_gradients(
+    decoder: torch.nn.Module, args: tuple[Any, ...], options: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Nothing before the adapters is trained, and recomputed layers pass gradients only if their input asks for one."""
+    hidden = options["hidden_states"]
+    if torch.is_grad_enabled() and not hidden.requires_grad:
+        options = {**options, "hidden_states": hidden.detach().requires_grad_()}
+    return args, options
 
 
 def _keep_expert_layout(bridge: Any, layout: ExpertLayout) -> None:

@@ -31,7 +31,7 @@ from slime_cua.trainer.extra_forwards import ExtraForwards, ExtraLogprobs, check
 from slime_cua.trainer.flops import cost_model
 from slime_cua.trainer.images import DecodeAhead, ImageLoader, ImageSource, PatchConfig
 from slime_cua.trainer.layouts import check_divisibility, num_experts
-from slime_cua.trainer.lora import check_lora
+from slime_cua.trainer.lora import check_lora, check_saved
 from slime_cua.trainer.losses import chosen_old_policy, default_section, find_loss, loss_inputs
 from slime_cua.trainer.metrics import Totals, named_metrics
 from slime_cua.trainer.model import PolicyModel
@@ -89,8 +89,8 @@ class TrainerRank:
         """
         self.finish_save()
         with self._scope():
-            self._tensors = check_hf_folder(hf_dir)
             check_divisibility(hf_dir, self.config.parallel)
+            self._tensors = check_hf_folder(hf_dir)
             check_lora(self.config, num_experts(read_config(hf_dir)))
             reference = check_reference(self.config.reference_model, hf_dir)
             self._hf_dir = Path(hf_dir)
@@ -228,6 +228,7 @@ class TrainerRank:
     def restore(self, folder: Path | str) -> int:
         """Load what save wrote, also under another tensor-, expert- or data-parallel size; gives the step. Needs load() before."""
         self.finish_save()
+        check_saved(folder, self.config.lora)
         with self._scope():
             return checkpoint.restore(Path(folder), self.model, self.optimizer, self.layout, self.extra)
 

@@ -21,6 +21,7 @@ from slime_cua.core.errors import CheckpointError
 from slime_cua.core.ports import free_port
 from slime_cua.trainer import checkpoint, runtime
 from slime_cua.trainer.folders import check_checksums, find, reading
+from slime_cua.trainer.lora import saved_adapters
 from slime_cua.trainer.model import PolicyModel
 
 
@@ -35,6 +36,11 @@ def stream_to_hf(
     config = TrainerConfig(dtype="fp32")  # holds every dtype that comes in
     tensors = check_hf_folder(hf_dir)
     path, manifest = find(saved)
+    if saved_adapters(path)[0]:
+        raise CheckpointError(
+            f"{path} holds adapters without the scale that merges them: the run's own export has them merged (hf/ in its folder); "
+            "for another step restore it in a trainer with the run's trainer.lora and call export_hf"
+        )
     check_checksums(path, manifest, manifest["files"])
     layout = runtime.start(config, 0, 1, "127.0.0.1", free_port(), 0)
     try:
