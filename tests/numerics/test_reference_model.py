@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -84,3 +85,13 @@ def test_a_reference_of_other_sizes_is_refused_by_name(
     request.addfinalizer(trainer.close)
     with pytest.raises(ConfigError, match=r"reference_model = .*other: tensor .* has shape \(512, 64\)"):
         trainer.load(policy)
+
+
+def test_a_family_that_is_not_trained_is_told_with_those_that_are_before_its_weights_are_looked_at(
+    tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen9"}))
+    trainer = TrainerRank(TrainerConfig(dtype="fp32"))
+    request.addfinalizer(trainer.close)
+    with pytest.raises(ConfigError, match=r"model_type 'qwen9' has no trainer here; .*qwen3_5_moe"):
+        trainer.load(tmp_path)
