@@ -16,8 +16,14 @@ from slime_cua.trainer.group import LocalTrainerGroup
 from slime_cua.trainer.runtime import check_layout
 from tests.numerics.tiny_models import HYBRID, make_qwen35
 from tests.numerics.trainer_cases import MemoryStore, make_samples
+from tests.numerics.warm_ranks import warm_groups
 
 pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module", autouse=True)
+def warm_starts() -> None:
+    """Instead of conftest's: ranks are spawned."""
 
 
 @pytest.fixture(scope="module")
@@ -164,7 +170,7 @@ def test_a_layout_that_cannot_run_is_refused_with_the_reason() -> None:
 
 
 def test_a_rank_that_dies_ends_the_group_with_its_name(folder: Path) -> None:
-    with LocalTrainerGroup(TrainerConfig()) as trainer:
+    with warm_groups(), LocalTrainerGroup(TrainerConfig()) as trainer:
         trainer._processes[0].kill()
         with pytest.raises(InfrastructureError, match="trainer rank 0 died in load"):
             trainer.call("load", folder)
