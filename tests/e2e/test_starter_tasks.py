@@ -166,6 +166,35 @@ async def test_a_program_on_the_desktop_finds_no_spec_and_cannot_sign_a_state(ro
         await desktop.kill()
 
 
+ASK_TK = r"""
+import socket, struct, tkinter
+x = socket.socket(socket.AF_UNIX)
+x.connect("\0/tmp/.X11-unix/X0")
+x.sendall(struct.pack("<BxHHHHxx", ord("l"), 11, 0, 0, 0))
+x.recv(65536)
+x.sendall(struct.pack("<BBH", 111, 1, 1))  # access control on: Tk hears others on such a server only
+own = tkinter.Tk()
+own.withdraw()
+try:
+    print(own.tk.call("send", "board", "[lindex [winfo children .] 0] find all"))
+except tkinter.TclError as error:
+    print("refused:", error)
+"""
+
+
+async def test_a_program_on_the_desktop_cannot_ask_the_board_what_is_on_it(room: Room):
+    task = load_tasks([TASKS / "train" / "press.jsonl"])[0]
+    desktop = await room.provider.boot(0)
+    try:
+        await room.setup.run(desktop, [inline_files(step) for step in task.config], LIMIT_S)
+        reply = await desktop.execute(
+            ExecuteRequest(action_id="ask", action=CodeAction(language="python", code=ASK_TK))
+        )
+        assert reply.stdout == 'refused: no application named "board"\n', reply
+    finally:
+        await desktop.kill()
+
+
 async def test_set_up_ends_with_the_board_on_the_screen(room: Room):
     """The first screenshot after the set-up is the one that stays."""
     task = load_tasks([TASKS / "train" / "press.jsonl"])[0]

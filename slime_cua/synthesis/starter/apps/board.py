@@ -160,6 +160,7 @@ class View:
         self.model = model = Model(
             scaled(spec, self.root.winfo_screenwidth(), self.root.winfo_screenheight())
         )
+        self.root.tk.call("rename", "send", "")  # else programs can ask Tk what is drawn where
         self.root.title("board")
         self.root.geometry("{}x{}+0+0".format(*model.spec["screen"]))
         self.root.attributes("-zoomed", True)
