@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import hashlib
 import io
+import json
 import os
 import random
 import threading
@@ -25,6 +26,8 @@ import numpy as np
 import torch
 from PIL import Image
 
+from rollout.scheduler import GroupState
+from rollout.worker import RolloutWorker
 from slime_cua.config.algo import LossConfig
 from slime_cua.config.rollout import CanaryConfig, RolloutConfig, SchedulerConfig
 from slime_cua.config.run import FaultConfig, LogConfig, RunConfig
@@ -47,13 +50,16 @@ from slime_cua.trainer.rank import TrainerRank
 from tests.numerics.tiny_models import IMAGE_TOKEN, VISION_END, VISION_START
 
 TASKS = [Task(id=f"t{n}", instruction="", family="f") for n in range(5)]
+SLOW_TASK = TASKS[0].id
 EPISODE_S = 0.02
 LIMIT_S = 120.0
+STALE = ("wait", "mask", "drop", "wait")
+"""rollout.scheduler.stale of the runs, in turn."""
 
 
 def config_of(folder: Path, number: int = 0) -> RunConfig:
     """Eight steps of two groups of three episodes, a checkpoint every third. Odd numbers filter flat groups; every third
-    takes the ratio against the weights that sampled, which the trainer keeps."""
+    takes the ratio against the weights that sampled, which the trainer keeps; what grows too old is waited for, masked or dropped."""
     return RunConfig(
         run_dir=str(folder / "run"),
         num_steps=8,
@@ -64,7 +70,10 @@ def config_of(folder: Path, number: int = 0) -> RunConfig:
             max_infra_retries=1,
             canary=CanaryConfig(every=0),
             scheduler=SchedulerConfig(
-                filters_flat_groups=number % 2 == 1, max_filtered_per_step=2, max_task_failures=0
+                stale=STALE[number % len(STALE)],
+                filters_flat_groups=number % 2 == 1,
+                max_filtered_per_step=2,
+                max_task_failures=0,
             ),
         ),
         trainer=TrainerConfig(
@@ -113,9 +122,11 @@ def die_at(number: int, torn: random.Random) -> None:
 class RecordedPlayer:
     """Episodes that follow from their id: three short turns, a score, sometimes no score. Stands for desktops and engines."""
 
-    def __init__(self, images: ImageStore, known: set[str], serving: Callable[[], int]) -> None:
+    def __init__(
+        self, images: ImageStore, known: set[str], worker: Callable[[], RolloutWorker | None]
+    ) -> None:
         """known: episodes on disk; playing one of them again would be a loss."""
-        self._images, self._known, self._serving = images, known, serving
+        self._images, self._known, self._worker = images, known, worker
         self._clock = random.Random(os.urandom(8))
         self.busy = SimpleNamespace(take=lambda: 0.0)
 
@@ -124,8 +135,10 @@ class RecordedPlayer:
     ) -> Episode:
         assert episode_id not in self._known, f"{episode_id} is on disk and was played again"
         rng = random.Random(f"{task.id} {episode_id}")
-        turns = []
+        turns: list[Turn] = []
         for index in range(2):
+            if turns:
+                await self._grow_old(group_id, turns[0].response_versions[0])
             version = self._serving()
             on_request()
             await asyncio.sleep(EPISODE_S * self._clock.random())
@@ -142,6 +155,27 @@ class RecordedPlayer:
             started_s=100.0,
             ended_s=100.0 + rng.randrange(1, 9),
         )
+
+    def _serving(self) -> int:
+        worker = self._worker()
+        return worker.serving_version if worker else 0
+
+    async def _grow_old(self, group_id: str, version: int) -> None:
+        """The slow task's group goes on when a token of `version` is too old, unless steps wait for it. One group at a time:
+        steps need the others."""
+        worker = self._worker()
+        assert worker is not None
+        scheduler = worker.scheduler
+
+        def is_slow(group: GroupState) -> bool:
+            is_waited_for = scheduler.options.stale != "mask" and group.is_protected
+            return group.task_id == SLOW_TASK and not group.is_finished and not is_waited_for
+
+        while worker.serving_version <= version + scheduler.max_policy_lag:
+            slow = next((group.group_id for group in scheduler.groups.values() if is_slow(group)), None)
+            if slow != group_id:
+                return
+            await asyncio.sleep(EPISODE_S)
 
     def _turn(self, index: int, version: int, rng: random.Random) -> Turn:
         context = [rng.randrange(20, 300) for _ in range(3)]
@@ -177,7 +211,7 @@ class RecordedRollout(RolloutActor):
         self.player: Any = RecordedPlayer(
             ImageStore(self.run_dir / "images"),
             recorded(self.run_dir),
-            lambda: self.worker.serving_version if self.worker else 0,
+            lambda: self.worker,
         )
 
     async def set_engines(self, urls: Sequence[str], min_version: int) -> None:
@@ -254,10 +288,11 @@ class OneRank:
 
 
 class Fleet:
-    """Engines that take every version, but only versions that the run state has."""
+    """Engines that take every version, but only versions that the run state has. `history` gets a line for each: which groups
+    the state holds, of which a group that was dropped while it ran leaves no other trace."""
 
-    def __init__(self, run_dir: Path) -> None:
-        self._run_dir = run_dir
+    def __init__(self, run_dir: Path, history: Path) -> None:
+        self._run_dir, self._history = run_dir, history
 
     def reachable(self) -> tuple[str, ...]:
         return ("engine",)
@@ -267,6 +302,20 @@ class Fleet:
     def published(self, version: int, urls: Sequence[str], folder: Path | None = None) -> None:
         state = RunState.load(self._run_dir)
         assert state is not None and state.version == version, "weights are out that a crash would take away"
+        assert state.rollout is not None
+        held = [group["group_id"] for group in state.rollout["scheduler"]["groups"]]
+        with self._history.open("a") as file:
+            file.write("\n" + json.dumps({"version": version, "groups": held}) + "\n")
+
+
+def held_groups(history: Path) -> dict[int, set[str]]:
+    """By version, the groups that its step left: a version's first whole line, since later starts write others."""
+    found: dict[int, set[str]] = {}
+    for line in history.read_text().splitlines():
+        with contextlib.suppress(ValueError):
+            entry = json.loads(line)
+            found.setdefault(entry["version"], set(entry["groups"]))
+    return found
 
 
 class OneProcessSession(Session):

@@ -3,8 +3,8 @@
     python -m tests.e2e.kill_run FOLDER [--moments 100] [--seed 0]
     python -m tests.e2e.kill_run FOLDER --damaged      one run whose newest checkpoint has a flipped byte when it goes on
 
-One interpreter that has everything imported forks the runs. Prints one JSON line: how many moments of each kind, or what a
-damaged run's console said.
+One interpreter that has everything imported forks the runs. Prints one JSON line: how many moments of each kind, how many groups
+were masked and dropped for their age, or what a damaged run's console said.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from slime_cua.observability.logger import read_rows
 from slime_cua.train import reinforce
 from slime_cua.trainer.folders import is_whole, step_folder
 from slime_cua.trainer.rank import TrainerRank
-from tests.e2e.kill_parts import TASKS, Fleet, OneProcessSession, config_of, die_at, facts
+from tests.e2e.kill_parts import TASKS, Fleet, OneProcessSession, config_of, die_at, facts, held_groups
 from tests.numerics.tiny_models import make_qwen35
 
 MODES = ("operation", "signal", "parts")
@@ -52,7 +52,7 @@ def run_to_its_end(folder: Path, config: RunConfig, model: Path, mode: str, seed
         rng = random.Random(seed)
         die_at(rng.randint(1, MAX_OPERATION), rng)
     with OneProcessSession(config, model, losses, counter=folder / "losses") as session:
-        reinforce(session, model, Fleet(session.run.path))
+        reinforce(session, model, Fleet(session.run.path, folder / "history.jsonl"))
 
 
 def forked(folder: Path, work: Callable[[], None]) -> int:
@@ -126,7 +126,7 @@ def check(folder: Path, config: RunConfig, model: Path) -> None:
     assert state is not None and state.rollout is not None and state.version == config.num_steps
     groups = EpisodeStore(folder / "run/episodes/rl.jsonl").read()
     check_books(state, groups, config, ImageStore(folder / "run/images"))
-    check_sampler(state, groups, config)
+    check_sampler(state, groups, config, held_groups(folder / "history.jsonl"))
     steps = [row["step"] for row in read_rows(folder / "run/metrics.jsonl")]
     assert steps == list(range(1, config.num_steps + 1)), f"rows of steps {steps}"
     check_weights(folder, state, {group.group_id: group for group in groups}, config, model)
@@ -141,21 +141,31 @@ def check_books(state: RunState, groups: list[EpisodeGroup], config: RunConfig, 
     assert set(trained) <= set(stored)
     assert state.rollout is not None
     waiting = set(state.rollout["finished"])
-    num_dropped = state.rollout["scheduler"]["num_dropped"]
+    scheduler, stale = state.rollout["scheduler"], config.rollout.scheduler.stale
+    admitted = {f"g{number:06d}" for number in range(scheduler["num_admitted"])}
+    cancelled = admitted - set(stored) - {group["group_id"] for group in scheduler["groups"]}
+    assert len(cancelled) <= scheduler["num_stale"], f"lost: {sorted(cancelled)}"
+    assert scheduler["num_stale"] == 0 or stale == "drop"
+    assert scheduler["num_masked"] == 0 or stale == "mask"
     assert not waiting & set(trained)
-    assert state.rollout["num_stored"] == len(trained) + len(waiting) + num_dropped
+    num_ended = len(trained) + len(waiting) + scheduler["num_dropped"]
+    assert state.rollout["num_stored"] == num_ended - len(cancelled)
     by_id = {group.group_id: group for group in groups}
     for version, batch in enumerate(state.batches):
         for name in batch.groups:
             turns = [turn for episode in by_id[name].episodes for turn in episode.turns]
             versions = [v for turn in turns for v in turn.response_versions]
-            assert version - config.rollout.max_policy_lag <= min(versions) <= max(versions) <= version
+            assert stale == "mask" or version - config.rollout.max_policy_lag <= min(versions)
+            assert max(versions) <= version
             for ref in (ref for turn in turns for ref in turn.context_images):
                 images.get(ref)
 
 
-def check_sampler(state: RunState, groups: list[EpisodeGroup], config: RunConfig) -> None:
-    """Sampler and scheduler of an uninterrupted run that was given the same groups in the same order."""
+def check_sampler(
+    state: RunState, groups: list[EpisodeGroup], config: RunConfig, held: dict[int, set[str]]
+) -> None:
+    """Sampler and scheduler of an uninterrupted run that was given the same groups in the same order. held: after each step;
+    running groups that are not in it were too old."""
     assert state.rollout is not None
     sampler = make_sampler([task.id for task in TASKS], config.sampler, seed=config.seed)
     scheduler = Scheduler(
@@ -187,13 +197,28 @@ def check_sampler(state: RunState, groups: list[EpisodeGroup], config: RunConfig
         for group in groups[place : batch.num_stored]:
             settle(group)
         place = batch.num_stored
-        scheduler.trained(list(batch.groups))
+        for group_id in scheduler.groups.keys() - held[scheduler.version + 1] - batch.groups.keys():
+            if not scheduler.groups[group_id].is_finished:
+                scheduler.record_version(group_id, scheduler.oldest_trainable)
+        for dropped in scheduler.trained(list(batch.groups)):
+            assert not dropped.is_protected
+            if not dropped.is_finished:
+                sampler.release(dropped.task_id)
+        assert scheduler.groups.keys() <= held[scheduler.version]
         admit()
+        assert scheduler.groups.keys() == held[scheduler.version]
     for group in groups[place : state.rollout["num_stored"]]:
         settle(group)
     assert json.loads(json.dumps(sampler.state_dict())) == state.rollout["sampler"]
     mine, theirs = books(scheduler.state_dict()), books(state.rollout["scheduler"])
     assert mine == theirs, {name: (mine[name], theirs[name]) for name in mine if mine[name] != theirs[name]}
+
+
+def aged(folder: Path) -> Counter[str]:
+    """How many groups a run masked, and how many it dropped, for their age."""
+    state = RunState.load(folder / "run")
+    assert state is not None and state.rollout is not None
+    return Counter({name: state.rollout["scheduler"][f"num_{name}"] for name in ("masked", "stale")})
 
 
 def books(state: dict[str, Any]) -> dict[str, Any]:
@@ -217,7 +242,10 @@ def check_weights(
     rank.load(model)
     before = facts(rank)
     for version, batch in enumerate(state.batches):
-        samples = make_train_samples([groups[name] for name in batch.groups], config.advantage, seed=version)
+        oldest = version - config.rollout.max_policy_lag if config.rollout.scheduler.stale == "mask" else 0
+        samples = make_train_samples(
+            [groups[name] for name in batch.groups], config.advantage, seed=version, oldest_version=oldest
+        )
         for share in split_samples(samples, config.trainer.steps_per_collection, seed=version):
             rank.train_step(
                 share,
@@ -241,6 +269,9 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--moments", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--first", type=int, default=0, help="number of the first run: config_of says what it means"
+    )
     parser.add_argument("--damaged", action="store_true")
     options = parser.parse_args()
     model = make_qwen35(options.folder / "model", layer_types=("full_attention",))
@@ -252,19 +283,21 @@ def main() -> None:
         return
     rng = random.Random(options.seed)
     moments: Counter[str] = Counter()
+    too_old: Counter[str] = Counter()
     num_runs, began = 0, time.monotonic()
     while sum(moments.values()) < options.moments:
         folder = options.folder / f"run_{num_runs}"
         folder.mkdir()
-        config = config_of(folder, num_runs)
+        config = config_of(folder, options.first + num_runs)
         moments += kill_until_done(folder, config, model, rng)
         ended(forked(folder, lambda folder=folder, config=config: check(folder, config, model)), folder)
+        too_old += aged(folder)
         shutil.rmtree(folder)
         num_runs += 1
         print(f"run {num_runs}: {dict(moments)}", file=sys.stderr, flush=True)
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     times = {"seconds": time.monotonic() - began, "cpu_seconds": used.ru_utime + used.ru_stime}
-    print(json.dumps({"moments": dict(moments), "num_runs": num_runs, **times}))
+    print(json.dumps({"moments": dict(moments), "too_old": dict(too_old), "num_runs": num_runs, **times}))
 
 
 if __name__ == "__main__":

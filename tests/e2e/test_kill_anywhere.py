@@ -1,5 +1,5 @@
 """Runs that are killed at 100 seeded moments end as runs that were never interrupted: weights, optimiser and sampler bit for bit,
-each group trained once, no finished episode played again.
+each group trained once, no finished episode played again. Groups that get too old are waited for, masked or dropped.
 
 The real loop, rollout worker, scheduler, run state, stores and Megatron checkpoints (fp32, CPU); recorded episodes stand for
 desktops and engines. SLIME_CUA_KILL_MOMENTS asks for more moments, SLIME_CUA_KILL_SEED for others.
@@ -51,3 +51,4 @@ def test_killed_at_a_hundred_moments_a_run_ends_as_if_nothing_had_happened(tmp_p
     report = kill_run(str(tmp_path), "--moments", str(wanted), "--seed", seed)
     assert sum(report["moments"].values()) >= wanted, report
     assert all(report["moments"].get(kind, 0) > 0 for kind in ("operation", "signal", "parts")), report
+    assert all(report["too_old"].get(kind, 0) > 0 for kind in ("masked", "stale")), report
