@@ -108,10 +108,11 @@ def create_app(
     app.state.gateway = gateway
     install_errors(app)
     _call_routes(app, gateway)
-    _lease_routes(app, gateway)
+    pass_through = PassThrough(broker, upstream, max_body_bytes)
+    _lease_routes(app, gateway, pass_through)
     _service_routes(app, gateway)
     _host_routes(app, gateway)
-    PassThrough(broker, upstream, max_body_bytes).add_routes(app)
+    pass_through.add_routes(app)
     Services(broker, upstream, max_body_bytes).add_routes(app)
     return app
 
@@ -134,7 +135,7 @@ def _service_routes(app: FastAPI, gateway: Gateway) -> None:
         return Response(gateway.metrics.render(), media_type="text/plain; version=0.0.4")
 
 
-def _lease_routes(app: FastAPI, gateway: Gateway) -> None:
+def _lease_routes(app: FastAPI, gateway: Gateway, pass_through: PassThrough) -> None:
     broker, leases = gateway.broker, gateway.broker.leases
 
     @app.post("/v1/leases", response_model=api.Lease, openapi_extra=_takes(api.AcquireRequest))
@@ -161,7 +162,10 @@ def _lease_routes(app: FastAPI, gateway: Gateway) -> None:
     async def reset(request: Request, lease_id: str) -> Any:
         lease = leases.use(lease_id, gateway.clients.principal(request))
         reply = await gateway.forward(lease, "reset", request, 90.0)
-        return leases.body(lease) if reply.status_code == 200 else reply
+        if reply.status_code != 200:
+            return reply
+        pass_through.forget(lease_id)
+        return leases.body(lease)
 
 
 def _call_routes(app: FastAPI, gateway: Gateway) -> None:

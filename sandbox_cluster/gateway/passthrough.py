@@ -70,6 +70,10 @@ class PassThrough:
                 self._calls[key] = call
             return await self._deliver(request, call, key)
 
+    def forget(self, lease_id: str) -> None:
+        """The lease has another desktop: what the one before it answered is no answer of this one."""
+        self._calls = {key: call for key, call in self._calls.items() if key[0] != lease_id}
+
     def _known(self, key: tuple[str, str]) -> _Call | None:
         edge = time.monotonic() - REPEAT_S
         for one, call in list(self._calls.items()):

@@ -58,6 +58,20 @@ async def test_a_body_repeated_after_a_broken_connection_is_not_run_again(rig: R
             assert await sandbox.read_file("/home/user/count") == b"x\nx\n"
 
 
+async def test_a_body_repeated_after_a_reset_is_run_on_the_new_desktop(rig: Rig) -> None:
+    async with rig.gateway(), rig.host() as machine, rig.client() as client, rig.http("") as osworld:
+        async with client.lease(key="k") as sandbox:
+            url = f"{sandbox.osworld_path}/execute"
+            body = {"command": "echo x >> /home/user/count", "shell": True}
+            machine.provider.faults.latency_s = 3.0
+            with pytest.raises(httpx.ReadTimeout):
+                await osworld.post(url, json=body, timeout=httpx.Timeout(60, read=1.0))
+            machine.provider.faults.latency_s = 0.0
+            await sandbox.reset()
+            assert (await osworld.post(url, json=body, timeout=60)).json()["returncode"] == 0
+            assert await sandbox.read_file("/home/user/count") == b"x\n"
+
+
 async def test_a_call_that_may_have_acted_answers_200_with_the_failure_inside(rig: Rig) -> None:
     async with rig.gateway(), rig.host() as machine, rig.client() as client, rig.http("") as osworld:
         async with client.lease(key="k") as sandbox:
