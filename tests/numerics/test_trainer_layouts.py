@@ -7,9 +7,6 @@ and ten images, float32. Tolerances are float32 noise; gated delta net's chunked
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +17,7 @@ from safetensors.torch import load_file
 from tests.numerics.hf_reference import reference
 from tests.numerics.tiny_models import FULL, HYBRID, make_qwen3, make_qwen3vl, make_qwen35
 from tests.numerics.trainer_cases import samples_for
+from tests.numerics.trainer_matrix import run_layouts
 
 MODELS = ("full", "hybrid", "vl", "text")
 LAYOUTS = ("tp2", "tp2_sp", "tp2_recompute", "dp2", "dp2_distopt")
@@ -50,20 +48,7 @@ def folders(scratch: Path) -> dict[str, Path]:
 
 @pytest.fixture(scope="module")
 def results(scratch: Path, folders: dict[str, Path]) -> dict[str, Any]:
-    root = Path(__file__).parents[2]
-    command = [
-        sys.executable,
-        "-m",
-        "tests.numerics.trainer_matrix",
-        str(scratch / "out.pt"),
-        ",".join(LAYOUTS),
-        *map(str, folders.values()),
-    ]
-    environment = {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=1700)
-    assert done.returncode == 0, done.stderr[-4000:]
-    loaded: dict[str, Any] = torch.load(scratch / "out.pt", weights_only=False)
-    return loaded
+    return run_layouts(scratch / "out.pt", LAYOUTS, list(folders.values()))
 
 
 @pytest.fixture(scope="module")

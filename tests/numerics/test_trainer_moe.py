@@ -6,9 +6,6 @@ experts stored [E, in, out] as published). Text, one image, ten images, packed t
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +19,7 @@ from tests.numerics.hf_reference import reference
 from tests.numerics.test_trainer_layouts import worst_gradient
 from tests.numerics.tiny_models import make_qwen3vl_moe, make_qwen35_moe, store_experts
 from tests.numerics.trainer_cases import make_samples
+from tests.numerics.trainer_matrix import run_layouts
 
 MODELS = {"qwen35_moe": "out_in", "qwen3vl_moe": "in_out"}
 LAYOUTS = ("dp2", "tp2_sp", "tp2_sp_ep2", "dp2_ep2")
@@ -47,20 +45,8 @@ def folders(scratch: Path) -> dict[str, Path]:
 
 @pytest.fixture(scope="module")
 def results(scratch: Path, folders: dict[str, Path]) -> dict[str, Any]:
-    root = Path(__file__).parents[2]
-    models = map(str, folders.values())
-    command = [sys.executable, "-m", "tests.numerics.trainer_matrix", str(scratch / "out.pt")]
-    environment = {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [*command, ",".join(["tp2_sp_ep2", "tp2_sp", "dp2", "dp2_ep2"]), *models],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=1700,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    loaded: dict[str, Any] = torch.load(scratch / "out.pt", weights_only=False)
-    return loaded
+    layouts = ("tp2_sp_ep2", "tp2_sp", "dp2", "dp2_ep2")
+    return run_layouts(scratch / "out.pt", layouts, list(folders.values()))
 
 
 @pytest.fixture(scope="module")

@@ -1,13 +1,13 @@
 """Run the trainer under several layouts in one start of two processes, and save what it computed.
 
-python -m tests.numerics.trainer_matrix OUT.pt LAYOUT,LAYOUT MODEL_DIR MODEL_DIR   (the tests read OUT.pt)
+python -m tests.numerics.trainer_matrix OUT.pt LAYOUT,LAYOUT MODEL_DIR MODEL_DIR   (tests call run_layouts)
 """
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from slime_cua.config.trainer import OptimizerConfig, ParallelConfig, TrainerCon
 from slime_cua.core.ports import free_port
 from slime_cua.trainer.rank import TrainerRank
 from tests.numerics.trainer_cases import samples_for
+from tests.numerics.warm_ranks import run_together
 
 NUM_STEPS = 5
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -152,17 +153,13 @@ def serve(rank: int, ports: dict[str, int], out: Path, folders: list[Path]) -> N
         torch.save(results, out)
 
 
-def main() -> None:
-    out, folders = Path(sys.argv[1]), [Path(name) for name in sys.argv[3:]]
-    ports = {layout: free_port() for layout in sys.argv[2].split(",")}
-    context = multiprocessing.get_context("spawn")
-    processes = [context.Process(target=serve, args=(rank, ports, out, folders)) for rank in range(2)]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join()
-    sys.exit(max(abs(process.exitcode or 0) for process in processes))
+def run_layouts(out: Path, layouts: Sequence[str], folders: Sequence[Path]) -> dict[str, Any]:
+    """What two processes computed, by layout/model."""
+    ports = {layout: free_port() for layout in layouts}
+    run_together(serve, [(rank, ports, out, list(folders)) for rank in range(2)], timeout_s=1700)
+    loaded: dict[str, Any] = torch.load(out, weights_only=False)
+    return loaded
 
 
 if __name__ == "__main__":
-    main()
+    run_layouts(Path(sys.argv[1]), sys.argv[2].split(","), [Path(name) for name in sys.argv[3:]])
