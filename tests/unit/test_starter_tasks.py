@@ -57,17 +57,17 @@ def routes_of(task: Task) -> dict[str, tuple[Action, ...]]:
 
 
 def looks_like(task: Task) -> tuple:
-    """What a policy would recognise again: words, coarse layout, files that are there."""
+    """What a policy would recognise again: words, coarse layout, files that it is shown."""
     layout = sorted(
         (thing["kind"], thing.get("shape", ""), thing["fill"], thing["box"][0] // 64, thing["box"][1] // 64)
         for thing in things_of(task)
     )
     words = re.sub(r" to the file \w+", "", task.instruction) if task.family == "hybrid" else task.instruction
     files = [
-        (file["path"], "" if task.family == "files" else file.get("content", ""))
+        (file["path"], file.get("content", ""))
         for step in task.config
         for file in step["parameters"].get("files", [])
-        if "/.starter/" not in file["path"]
+        if "/.starter/" not in file["path"] and task.family != "files"  # no window shows those
     ]
     return (words, tuple(layout), tuple(sorted(files)))
 

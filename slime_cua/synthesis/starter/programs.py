@@ -108,7 +108,7 @@ def _draft(
     config = (put_files({f"{HOME}/{name}": text for name, text in before.items()}),) if before else ()
     return Draft(
         instruction,
-        (instruction, *sorted(before)),
+        ("home", instruction),  # all that is seen before the first action: no window is open
         config,
         judges.home_judge(after),
         {way: (action, SUCCESS) for way, action in routes.items()},
