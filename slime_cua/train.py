@@ -65,9 +65,11 @@ def main(argv: list[str]) -> int:
     config = load(RunConfig, arguments.config, arguments.overrides)
     from slime_cua.launch.children import no_child_left
     from slime_cua.launch.guardian import guarded
+    from slime_cua.launch.preflight import check_arms
     from slime_cua.launch.session import Session
     from slime_cua.launch.signals import interrupt_on_signals
 
+    check_arms(config)
     started = time.monotonic()
     with interrupt_on_signals(), no_child_left(), guarded() as guardian, Session(config, guardian) as session:
         run(session)

@@ -47,7 +47,7 @@ COMPARISONS = (
     ("shuffled", "sft", "RL with shuffled advantages"),
     ("blind", "rl", "grey screenshots"),
 )
-CONTROL_MARGIN = 1.1
+CONTROL_MARGIN = 1.2
 """The control goes on with SFT for this times the minutes that RL is given: never less than RL's time with its last step."""
 POLL_S = 1.0
 NO_SCREEN = set(FAMILIES) - set(SCREEN_FAMILIES)

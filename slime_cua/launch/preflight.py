@@ -58,6 +58,15 @@ def check_inputs(config: RunConfig) -> RunTasks:
     return RunTasks(train, shown or train, heldout)
 
 
+def check_arms(config: RunConfig) -> None:
+    """ConfigError when arms are to be scored and no file names held-out tasks."""
+    if config.evaluation.arms and not config.tasks.heldout:
+        raise ConfigError(
+            f"evaluation.arms = [{', '.join(config.evaluation.arms)}] and tasks.heldout is empty: give folders or files of "
+            "task JSON to score them on, or evaluation.arms=[]"
+        )
+
+
 def check_model(config: RunConfig) -> None:
     """ConfigError unless `model` is a whole Hugging Face folder that the trainer's layout fits."""
     folder = Path(config.model)

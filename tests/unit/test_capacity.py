@@ -9,7 +9,7 @@ import pytest
 from slime_cua.config.base import load
 from slime_cua.config.run import RunConfig
 from slime_cua.core.errors import ConfigError, PreflightError, TaskError
-from slime_cua.launch.preflight import check_gateway, check_inputs
+from slime_cua.launch.preflight import check_arms, check_gateway, check_inputs
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -31,6 +31,13 @@ def test_an_empty_pool_is_refused_whether_no_file_or_an_empty_one_is_named(tmp_p
     empty.write_text("")
     with pytest.raises((ConfigError, TaskError), match=r"no task"):
         check_inputs(load(RunConfig, None, [model, f"tasks.train=[{empty}]"]))
+
+
+def test_scores_without_held_out_tasks_are_refused():
+    keys = [f"model={ROOT}/models/tiny_base", f"tasks.train=[{ROOT}/tasks/starter/train]"]
+    with pytest.raises(ConfigError, match=r"tasks\.heldout is empty: give folders or files"):
+        check_arms(load(RunConfig, None, keys))
+    check_arms(load(RunConfig, None, [*keys, "evaluation.arms=[]"]))
 
 
 @pytest.fixture
