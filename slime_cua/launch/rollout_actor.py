@@ -54,7 +54,8 @@ class RolloutActor:
         self._family_of: dict[str, str] = {}
         self._progress = (0, 0)
         self._num_ended = 0
-        self._running_since: dict[str, float] = {}
+        self._running_since: dict[str, tuple[float, float]] = {}
+        """Wall clock and monotonic clock at the start of each running episode."""
 
     async def open(self) -> None:
         """Load what episodes need. Apart from the constructor, so that a failure comes back as itself."""
@@ -202,7 +203,7 @@ class RolloutActor:
         episode_id: str,
         on_request: Callable[[], None] = lambda: None,
     ) -> Episode:
-        self._running_since[episode_id] = time.time()
+        self._running_since[episode_id] = (time.time(), time.monotonic())
         try:
             episode = await self.player.play(
                 task, policy, group_id=group_id, episode_id=episode_id, on_request=on_request
@@ -213,8 +214,13 @@ class RolloutActor:
         return episode
 
     def _needs(self) -> Needs:
-        """Images that stay when the store is full: training reads them, or their episode runs (or has just ended)."""
-        since_s = min([time.time(), *self._running_since.values()]) - JUST_ENDED_S
+        """Images that stay when the store is full: training reads them, or their episode runs (or has just ended).
+
+        File times follow the wall clock, which may have been set either way since an episode began.
+        """
+        now_s, now_mono = time.time(), time.monotonic()
+        starts = [min(wall_s, now_s - (now_mono - mono_s)) for wall_s, mono_s in self._running_since.values()]
+        since_s = min([now_s, *starts]) - JUST_ENDED_S
         return Needs(frozenset(needed_images(self.run_dir)), since_s)
 
     async def _sweep(self, name: str, items: list[Item], play: Any) -> list[Episode]:

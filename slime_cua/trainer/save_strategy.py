@@ -10,6 +10,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from slime_cua.trainer import progress
+
 Jobs = list[Callable[[], None]]
 
 
@@ -23,6 +25,7 @@ def save_strategy(
 
     later: the tensors are copied to the host and the writing is appended here, to be called once. group: process group of the
     writing; one that no other thread uses when it is done later. None: the default group.
+    Without it the rank that writes leaves a mark of progress at each tensor; with it whoever waits does (PendingSave).
     order: sorts tensors by name; before_read is called with each name before the tensor is read, one after the other.
     """
     from megatron.core.dist_checkpointing.mapping import ShardedTensor
@@ -33,6 +36,8 @@ def save_strategy(
 
     class Planner(megatron_torch.MCoreSavePlanner):  # type: ignore[misc, name-defined]
         def resolve_data(self, write_item: Any) -> Any:
+            if later is None:
+                progress.mark(f"writing {write_item.index.fqn}")
             if before_read is not None and write_item.type is not WriteItemType.BYTE_IO:
                 before_read(write_item.index.fqn)
             return super().resolve_data(write_item)

@@ -284,9 +284,10 @@ def test_the_rollout_side_keeps_images_of_running_and_of_needed_episodes_when_th
     from slime_cua.launch.rollout_actor import JUST_ENDED_S, RolloutActor
 
     run = Fixture(tmp_path)
-    start = time.time()
+    start, mono = time.time(), time.monotonic()
     actor = RolloutActor.__new__(RolloutActor)  # its constructor takes over the process's output
-    actor.run_dir, actor._running_since = tmp_path, {"g4-e1": start, "late-e2": start + 60}
+    actor.run_dir = tmp_path
+    actor._running_since = {"g4-e1": (start, mono + 60), "late-e2": (start + 60, mono + 60)}
     needs = actor._needs()
     assert needs.since_s == start - JUST_ENDED_S
     assert run.names(needs.hashes) == {"g2", "g3", "shared", "g4", "late"}
@@ -297,3 +298,16 @@ def test_the_rollout_side_keeps_images_of_running_and_of_needed_episodes_when_th
     new = store.put(png(8, 8, b"new"))
     gone = {name for name, ref in run.refs.items() if ref not in store}
     assert new in store and gone and gone <= {"g0", "g1", "demo", "eval"}
+
+
+@pytest.mark.parametrize("step_s", [0.0, -3600.0, 3600.0])
+def test_a_clock_that_was_set_while_an_episode_runs_costs_none_of_its_images(tmp_path, step_s):
+    """An episode began 100 s ago; the wall clock was set by `step_s` since. Its images lie between then and now, by either clock."""
+    from slime_cua.launch.rollout_actor import RolloutActor
+
+    actor = RolloutActor.__new__(RolloutActor)
+    actor.run_dir = tmp_path
+    began_s = time.time() - step_s - 100.0
+    actor._running_since = {"g0-e0": (began_s, time.monotonic() - 100.0)}
+    first_after_step_s = began_s + step_s + 1.0
+    assert actor._needs().since_s <= min(began_s, first_after_step_s)

@@ -35,6 +35,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def start(folder: Path, **environment: str) -> subprocess.Popen[str]:
+    """As from a terminal: with Ctrl-C in force, also where these tests themselves run in the background."""
     return subprocess.Popen(
         ["bash", "scripts/test.sh"],
         cwd=folder,
@@ -43,6 +44,7 @@ def start(folder: Path, **environment: str) -> subprocess.Popen[str]:
         stderr=subprocess.STDOUT,
         text=True,
         start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
 
 
