@@ -22,7 +22,9 @@ from slime_cua.config.sandbox import DesktopConfig
 
 pytestmark = pytest.mark.desktop
 HAS_ATSPI = (
-    Path("/usr/libexec/at-spi-bus-launcher").exists() and Path("/usr/lib/python3/dist-packages/gi").exists()
+    Path("/usr/libexec/at-spi-bus-launcher").exists()
+    and Path("/usr/lib/python3/dist-packages/gi").exists()
+    and any(Path("/usr/lib").glob("*/girepository-1.0/Atspi-2.0.typelib"))
 )
 STATE = "{https://accessibility.ubuntu.example.org/ns/state}"
 PLACE = "{https://accessibility.ubuntu.example.org/ns/component}"
