@@ -133,9 +133,12 @@ def choose(config: RunConfig, tasks: Sequence[Task], episodes: Sequence[Episode]
     provenance = provenance_of(config)
     kept = [one for one in found if one.verdict == "kept"]
     summary = out / "pool.yaml"
+    for name in (
+        "train",
+        "heldout",
+    ):  # a build that is killed below leaves no side of an earlier one beside its own
+        (out / f"{name}.jsonl").unlink(missing_ok=True)
     if not kept:
-        for name in ("train", "heldout"):
-            (out / f"{name}.jsonl").unlink(missing_ok=True)
         write_atomic(summary, _summary(found, provenance, config))
         raise DataError(
             f"none of {len(found)} candidates has a pass rate within {config.pool.min_pass_rate:g} to "
@@ -143,11 +146,9 @@ def choose(config: RunConfig, tasks: Sequence[Task], episodes: Sequence[Episode]
             + pool.report(found, [], [])
         )
     train, heldout = pool.split(kept, config.pool)
-    write_atomic(out / "train.jsonl", pool.task_lines(train, "train", provenance))
     if heldout:
         write_atomic(out / "heldout.jsonl", pool.task_lines(heldout, "heldout", provenance))
-    else:
-        (out / "heldout.jsonl").unlink(missing_ok=True)
+    write_atomic(out / "train.jsonl", pool.task_lines(train, "train", provenance))
     write_atomic(summary, _summary(found, provenance, config))
     files = " and ".join(
         str(out / f"{name}.jsonl") for name, side in (("train", train), ("heldout", heldout)) if side

@@ -12,6 +12,7 @@ from slime_cua.config.base import load
 from slime_cua.config.pool import PoolConfig
 from slime_cua.config.run import RunConfig
 from slime_cua.core.errors import ConfigError, DataError, InfrastructureError
+from slime_cua.core.files import write_atomic
 from slime_cua.core.types import Episode, EpisodeGroup, Task
 from slime_cua.data.episodes import EpisodeStore
 from slime_cua.launch.run_dir import RunDir
@@ -233,6 +234,31 @@ def test_a_finished_build_chooses_from_its_attempts_and_training_takes_the_files
     with pytest.raises(DataError, match="none of 12 candidates"):
         pool_build.build(config_for(tmp_path, "pool.min_pass_rate=0.6", "pool.max_pass_rate=0.7"), out)
     assert not (out / "train.jsonl").exists(), "an earlier choice is no longer what pool.yaml says"
+
+
+@pytest.mark.parametrize("num_written", [0, 1, 2])
+def test_a_build_that_is_killed_leaves_no_side_of_an_earlier_one(tmp_path, monkeypatch, num_written):
+    """A second build with other bounds ends after it has written `num_written` files."""
+    written_tasks(tmp_path / "tasks", pool_of(12))
+    config, out = config_for(tmp_path), tmp_path / "out"
+    tasks = load_tasks(config.tasks.train)
+    with RunDir(config):
+        played(config, tasks, {one.id: (0.0, 0.5, 0.75, 1.0)[n % 4] for n, one in enumerate(tasks)})
+    pool_build.build(config, out)
+    before = {name: (out / f"{name}.jsonl").read_bytes() for name in ("train", "heldout")}
+    written = []
+
+    def killed_later(path, data):
+        if len(written) == num_written:
+            raise KeyboardInterrupt
+        write_atomic(path, data)
+        written.append(path.stem)
+
+    monkeypatch.setattr(pool_build, "write_atomic", killed_later)
+    with pytest.raises(KeyboardInterrupt):
+        pool_build.build(config_for(tmp_path, "pool.max_pass_rate=0.5"), out)
+    there = {name for name in before if (out / f"{name}.jsonl").exists()}
+    assert there == set(written) and all((out / f"{n}.jsonl").read_bytes() != before[n] for n in there)
 
 
 def test_an_unfinished_build_is_known_as_one_and_more_attempts_add_to_it(tmp_path):
