@@ -7,9 +7,11 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from rollout.replay.scenario import ScenarioConfig
+from slime_cua.config.base import load
+from slime_cua.config.run import RunConfig
 from slime_cua.core.errors import DataError
 from slime_cua.core.types import Episode, EpisodeGroup, Turn
 from slime_cua.data.episodes import EpisodeStore
@@ -126,12 +128,13 @@ def episodes_file(path: Path) -> Path:
 
 
 def measured_scenario(scenario: ScenarioConfig, path: Path) -> ScenarioConfig:
-    """The scenario with what the run at `path` measured: time a sampled token, episodes a group, step and publish times.
+    """The scenario with what the run at `path` measured (time a sampled token, episodes a group, step and publish times) and,
+    of a run directory, what its config says: desktops and groups a step.
 
     A token's time holds what the run's load made of it, so requests do not slow each other further in the replay.
     """
     groups = EpisodeStore(episodes_file(path)).read()
-    site = {
+    site: dict[str, Any] = {
         "decode_s": measured_token_s(groups),
         "decode_s_per_request": 0.0,
         "prefill_tokens_per_s": 1e12,
@@ -144,10 +147,14 @@ def measured_scenario(scenario: ScenarioConfig, path: Path) -> ScenarioConfig:
         values = [row["values"][metric] for row in rows if metric in row.get("values", {})]
         if values and sum(values) > 0:
             site[field_name] = sum(values) / len(values)
+    update: dict[str, Any] = {}
+    if (path / "config.yaml").is_file():
+        config = load(RunConfig, path / "config.yaml", [])
+        site["num_desktops"] = config.sandbox.num_desktops
+        update["groups_per_step"] = config.rollout.groups_per_step
     count = max(2, min(len(group.episodes) for group in groups)) if groups else scenario.episodes_per_group
-    return scenario.model_copy(
-        update={"site": scenario.site.model_copy(update=site), "episodes_per_group": count}
-    )
+    update |= {"site": scenario.site.model_copy(update=site), "episodes_per_group": count}
+    return scenario.model_copy(update=update)
 
 
 def recorded_group(group: EpisodeGroup) -> GroupTrace | None:

@@ -13,7 +13,15 @@ from rollout.replay.policies import DEFAULT, OPTIONS, POLICIES, ours
 from rollout.replay.report import comparison, goals, ks_test, trace_text
 from rollout.replay.scenario import PRESETS, ScenarioConfig, SiteConfig, TasksConfig
 from rollout.replay.simulate import mean_step_tokens, simulate
-from rollout.replay.trace import EpisodeTrace, GroupTrace, RecordedTrace, TurnTrace, drawn_groups, read_trace
+from rollout.replay.trace import (
+    EpisodeTrace,
+    GroupTrace,
+    RecordedTrace,
+    TurnTrace,
+    drawn_groups,
+    measured_scenario,
+    read_trace,
+)
 from rollout.scheduler import Scheduler
 from slime_cua.cli import main as cli
 from slime_cua.core.types import Episode, EpisodeGroup, Turn
@@ -302,6 +310,15 @@ def test_a_run_directory_becomes_a_trace_with_its_tokens_and_times(tmp_path):
     assert first.turns == (TurnTrace(7, 7, 4, 3.0), TurnTrace(7, 18, 6, 3.0))
     assert first.judge_s == pytest.approx(11 - 2 - 2 - 6)
     assert [trace.draw(n) for n in range(4)] == ["t0", "t1", "t2", "t0"]
+
+
+def test_a_run_directory_is_replayed_with_its_own_desktops_and_groups_a_step(tmp_path):
+    recorded_run(tmp_path)
+    base = PRESETS["long_tail"]()
+    assert measured_scenario(base, tmp_path).site.num_desktops == base.site.num_desktops
+    (tmp_path / "config.yaml").write_text("{sandbox: {num_desktops: 6}, rollout: {groups_per_step: 3}}\n")
+    found = measured_scenario(base, tmp_path)
+    assert (found.site.num_desktops, found.groups_per_step, found.episodes_per_group) == (6, 3, 2)
 
 
 def test_the_command_replays_a_run_and_prints_trace_tables_and_goals(tmp_path, capsys):
