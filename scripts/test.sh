@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Installs what is missing, then lint, types, unit, contract, numerics and a short end-to-end run.
-#   bash scripts/test.sh                  everything (about 20 minutes on 2 cores)
+#   bash scripts/test.sh                  everything (35 to 40 minutes on 2 cores)
 #   bash scripts/test.sh tests/unit -k x  the same set-up, then pytest with these arguments only
 #
 # Parts run beside each other, each a pytest process; what a part says is shown whole when it ends. Why they do not disturb
