@@ -26,30 +26,18 @@ import statistics
 import sys
 import time
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[1]), str(Path(__file__).resolve().parent)]
 
+from bench_train_job import Job, this_job  # noqa: E402
 from bench_train_model import TINY_EXPERTS, TINY_TEXT, TINY_VISION, random_weights, write_hollow_folder  # noqa: E402
 from bench_train_segments import make_segments  # noqa: E402
 from bench_train_switches import OFF, SWITCHES, VARIANTS, Memory, Swap  # noqa: E402
 from bench_train_watch import Phases, layers_marked  # noqa: E402
-
-from slime_cua.core.ports import free_port  # noqa: E402
-
-
-@dataclass(frozen=True)
-class Job:
-    """This process among those of the benchmark."""
-
-    rank: int
-    world_size: int
-    address: str
-    port: int
 
 
 def main() -> int:
@@ -72,16 +60,6 @@ def main() -> int:
         bench.table(names)
     bench.close()
     return 1 if bench.has_failed else 0
-
-
-def this_job(environment: Mapping[str, str]) -> Job:
-    """As torchrun says; without it one process that meets itself at a free port."""
-    world_size = int(environment.get("WORLD_SIZE", 1))
-    if world_size > 1 and "MASTER_PORT" not in environment:
-        raise SystemExit(f"WORLD_SIZE = {world_size} without MASTER_PORT: start the processes with torchrun")
-    # The launcher's store listens on MASTER_PORT itself.
-    port = int(environment["MASTER_PORT"]) + 1 if "MASTER_PORT" in environment else free_port()
-    return Job(int(environment.get("RANK", 0)), world_size, environment.get("MASTER_ADDR", "127.0.0.1"), port)
 
 
 class Bench:

@@ -17,12 +17,14 @@ DEAF_S = 60.0
 def kept_handlers() -> Iterator[None]:
     """Handlers are after the block what they were before: joining Ray puts its own, in Python and below it.
 
-    Ray's exits on SIGTERM: that leaves the block as the KeyboardInterrupt that it would have been without it.
+    Ray's exits on SIGTERM with its number: that leaves the block as the KeyboardInterrupt that it would have been without it.
     """
     before = {number: signal.getsignal(number) for number in SIGNALS}
     try:
         yield
     except SystemExit as error:
+        if error.code != signal.SIGTERM:
+            raise
         raise KeyboardInterrupt from error
     finally:
         for number, handler in before.items():

@@ -9,12 +9,21 @@ import httpx
 import pytest
 
 from sandbox_cluster.providers.fake import EVENT_LOG
-from tests.contract.gateway_rig import CLICK, Rig
+from tests.contract.gateway_rig import CLICK, Machine, Rig
 
 
 @pytest.fixture
 async def rig(tmp_path: Path) -> Rig:
     return Rig(tmp_path)
+
+
+async def cut_off(osworld: httpx.AsyncClient, url: str, machine: Machine) -> dict[str, object]:
+    """The body of a command whose reply the client did not wait for; the machine stays slow."""
+    body: dict[str, object] = {"command": "echo x >> /home/user/count", "shell": True}
+    machine.provider.faults.latency_s = 3.0
+    with pytest.raises(httpx.ReadTimeout):
+        await osworld.post(url, json=body, timeout=httpx.Timeout(60, read=1.0))
+    return body
 
 
 async def test_guest_endpoints_answer_under_the_lease_secret_without_a_token(rig: Rig) -> None:
@@ -46,10 +55,7 @@ async def test_a_body_repeated_after_a_broken_connection_is_not_run_again(rig: R
     async with rig.gateway(), rig.host() as machine, rig.client() as client, rig.http("") as osworld:
         async with client.lease(key="k") as sandbox:
             url = f"{sandbox.osworld_path}/execute"
-            body = {"command": "echo x >> /home/user/count", "shell": True}
-            machine.provider.faults.latency_s = 3.0
-            with pytest.raises(httpx.ReadTimeout):
-                await osworld.post(url, json=body, timeout=httpx.Timeout(60, read=1.0))
+            body = await cut_off(osworld, url, machine)
             again = await osworld.post(url, json=body, timeout=60)
             assert again.json()["returncode"] == 0
             machine.provider.faults.latency_s = 0.0
@@ -62,10 +68,7 @@ async def test_a_body_repeated_after_a_reset_is_run_on_the_new_desktop(rig: Rig)
     async with rig.gateway(), rig.host() as machine, rig.client() as client, rig.http("") as osworld:
         async with client.lease(key="k") as sandbox:
             url = f"{sandbox.osworld_path}/execute"
-            body = {"command": "echo x >> /home/user/count", "shell": True}
-            machine.provider.faults.latency_s = 3.0
-            with pytest.raises(httpx.ReadTimeout):
-                await osworld.post(url, json=body, timeout=httpx.Timeout(60, read=1.0))
+            body = await cut_off(osworld, url, machine)
             machine.provider.faults.latency_s = 0.0
             await sandbox.reset()
             assert (await osworld.post(url, json=body, timeout=60)).json()["returncode"] == 0

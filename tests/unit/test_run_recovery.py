@@ -214,3 +214,9 @@ def test_a_signal_while_foreign_code_exits_on_it_ends_as_an_interrupt_and_the_ha
                 signal.raise_signal(signal.SIGTERM)
         finally:
             assert signal.getsignal(signal.SIGTERM) is ours
+
+
+def test_foreign_code_that_gives_up_by_itself_is_no_interrupt():
+    with pytest.raises(SystemExit) as left, kept_handlers():
+        sys.exit(1)
+    assert left.value.code == 1
