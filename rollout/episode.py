@@ -13,15 +13,15 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
+from rollout.acting import Hands, Outcome, hands_of
 from rollout.actions import error_text, parse
 from rollout.context import ContextPolicy
 from rollout.ports import DesktopPort, PolicyPort, Sampled
 from rollout.renderer import EpisodeRenderer, Renderer
 from rollout.renderer.episode import Prompt
-from sandbox_cluster.api import ExecuteReply
-from sandbox_cluster.client import Shot
+from rollout.tools import SkillLibrary, ToolSource
 from slime_cua.config.rollout import RolloutConfig
-from slime_cua.core.actions import Action, CodeAction, GuiAction, TerminateAction
+from slime_cua.core.actions import TerminateAction
 from slime_cua.core.errors import ActionParseError, InfrastructureError
 from slime_cua.core.routing import RoutedExperts
 from slime_cua.core.types import Episode, ImageRef, Observation, StopReason, Task, Turn
@@ -32,12 +32,14 @@ OnRequest = Callable[[], None]
 
 @dataclass
 class EpisodeRunner:
-    """Runs episodes of one config. `images` keeps the screenshots."""
+    """Runs episodes of one config. `images` keeps the screenshots; `tools` and `skills` are what its action space offers."""
 
     config: RolloutConfig
     renderer: Renderer
     context: ContextPolicy
     images: ImageStore
+    tools: ToolSource | None = None
+    skills: SkillLibrary | None = None
 
     async def run(
         self,
@@ -73,16 +75,36 @@ class EpisodeRunner:
     ) -> None:
         with trace.phase("setup"):
             await desktop.setup(task)
-            shot = await desktop.screenshot()
-        first = Observation(image=self._keep(shot), time_s=shot.time_s)
-        stream = EpisodeRenderer(self.renderer, self.context)
-        stream.start(task.instruction, first)
+        space = self.config.action_space
+        async with hands_of(
+            desktop,
+            self.images,
+            episode_id=trace.episode_id,
+            tools=self.tools,
+            skills=self.skills,
+            tool_timeout_s=space.tool_timeout_s,
+        ) as hands:
+            with trace.phase("setup"):
+                offered = await hands.tools(task.instruction, space.max_mcp_tools)
+                first = await hands.look()
+            stream = EpisodeRenderer(self.renderer.offering(offered), self.context)
+            stream.start(task.instruction, first)
+            await self._turns(hands, policy, stream, trace, on_request)
+
+    async def _turns(
+        self,
+        hands: Hands,
+        policy: PolicyPort,
+        stream: EpisodeRenderer,
+        trace: _Trace,
+        on_request: OnRequest,
+    ) -> None:
         room = self.config.engine.max_context_tokens - self.config.sampling.max_response_tokens
         for index in range(self.config.max_turns):
             if stream.num_tokens > room:
                 trace.stop_reason = "max_tokens"
                 return
-            turn = await self._turn(index, desktop, policy, stream, trace, on_request)
+            turn = await self._turn(index, hands, policy, stream, trace, on_request)
             trace.turns.append(turn)
             if isinstance(turn.action, TerminateAction):
                 trace.stop_reason = "terminated"
@@ -95,7 +117,7 @@ class EpisodeRunner:
     async def _turn(
         self,
         index: int,
-        desktop: DesktopPort,
+        hands: Hands,
         policy: PolicyPort,
         stream: EpisodeRenderer,
         trace: _Trace,
@@ -108,19 +130,20 @@ class EpisodeRunner:
         sampled = self._without_placeholder(answer)
         stream.add_response(sampled.ids)
         text = self._text(sampled.ids)
-        action, format_error, observation = None, None, None
+        action, format_error, outcome = None, None, None
         try:
             if sampled is not answer:
                 raise ActionParseError("image_token", "a response cannot hold an image")
-            action = parse(text, space=self.renderer.space)
+            action = parse(text, space=stream.space)
         except ActionParseError as error:
             format_error = error.code
-            observation = Observation(text=error_text(error), time_s=time.time())
+            outcome = Outcome(Observation(text=error_text(error), time_s=time.time()))
         if action is not None and not isinstance(action, TerminateAction):
             with trace.phase("act"):
-                observation = await self._act(action, desktop, f"{trace.episode_id}-t{index}")
-        if observation is not None:
-            stream.add_observation(observation, "format_error" if action is None else action.type)
+                outcome = await hands.act(action, f"{trace.episode_id}-t{index}")
+        if outcome is not None:
+            kind = "format_error" if action is None else action.type
+            stream.add_observation(outcome.observation, kind, outcome.is_success)
         return Turn(
             index=index,
             starts_segment=prompt.starts_segment,
@@ -133,7 +156,7 @@ class EpisodeRunner:
             finish_reason=sampled.finish_reason,
             action=action,
             format_error=format_error,
-            observation=observation,
+            observation=outcome.observation if outcome is not None else None,
             routed_experts=self._new_routing(prompt, sampled),
             timings_s=trace.take_timings(),
         )
@@ -174,33 +197,6 @@ class EpisodeRunner:
             raise InfrastructureError(
                 f"no response within turn_timeout_s = {self.config.turn_timeout_s}"
             ) from error
-
-    async def _act(self, action: Action, desktop: DesktopPort, action_id: str) -> Observation:
-        if isinstance(action, GuiAction):
-            shot = await desktop.step([action], action_id)
-            return Observation(image=self._keep(shot), time_s=shot.time_s)
-        if isinstance(action, CodeAction):
-            reply = await desktop.execute(action, action_id)
-            shot = await desktop.screenshot()
-            return Observation(image=self._keep(shot), text=code_result(reply), time_s=shot.time_s)
-        raise InfrastructureError(
-            f"no tool is connected for {action.type} actions: take it out of action_space.actions"
-        )
-
-    def _keep(self, shot: Shot) -> ImageRef:
-        return self.images.put(shot.png, shot.width_px, shot.height_px)
-
-
-def code_result(reply: ExecuteReply) -> str:
-    """The text that the policy sees for a code action: what it printed, and how it ended if not well."""
-    parts = [part.rstrip("\n") for part in (reply.stdout, reply.stderr) if part.strip()]
-    if reply.is_timeout:
-        parts.append("[timed out]")
-    elif reply.returncode != 0:
-        parts.append(f"[exit code {reply.returncode}]")
-    if reply.is_truncated:
-        parts.append("[output cut]")
-    return "\n".join(parts) or "[no output]"
 
 
 @dataclass

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from rollout.actions import ActionSpace
 from rollout.context import ContextPolicy, Seen, next_view
 from rollout.renderer.renderer import Piece, Renderer
 from slime_cua.core.types import ImageRef, Observation, StepType, Turn
@@ -61,6 +62,11 @@ class EpisodeRenderer:
         self._answers, self._stream, self._starts_segment = [], _Stream(), True
         self._in_view = next_view(self._policy, self._seen, ()).in_view
         self._pending = self._renderer.start(instruction, first, is_shown=0 in self._in_view)
+
+    @property
+    def space(self) -> ActionSpace:
+        """What the answers are read by: the actions and tools that the prompt offers."""
+        return self._renderer.space
 
     @property
     def in_view(self) -> tuple[int, ...]:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rollout.actions import ActionSpace, system_prompt, tool_schemas
+from rollout.actions import ActionSpace, McpTool, system_prompt, tool_schemas
 from rollout.actions.prompts import PromptStyle, tools_section
 from rollout.renderer.template import ChatTemplate, ObservationRole, Part
 from slime_cua.config.rollout import RendererConfig
@@ -60,9 +62,14 @@ class Renderer:
         """Ids that stand for images; a policy should never sample one."""
         added = self.tokenizer.added_tokens_decoder.values()
         self._marks = tuple(sorted((str(token) for token in added), key=len, reverse=True))
-        self.template = _template(
-            self.tokenizer, space, prompt, observation_role, dict(template_options or {})
+        self._make_template = partial(
+            _template,
+            self.tokenizer,
+            style=prompt,
+            role=observation_role,
+            options=dict(template_options or {}),
         )
+        self.template = self._make_template(space)
         self._think_close = self.ids_of_text("</think>")
 
     @classmethod
@@ -70,6 +77,15 @@ class Renderer:
         """The renderer of a run."""
         options = {} if config.enable_thinking is None else {"enable_thinking": config.enable_thinking}
         return cls(hf_dir, space, config.prompt, config.observation_role, options)
+
+    def offering(self, tools: Sequence[McpTool]) -> Renderer:
+        """This renderer with `tools` in its action space: of an episode whose desktop serves them."""
+        if tuple(tools) == self.space.mcp_tools:
+            return self
+        other = copy.copy(self)
+        other.space = replace(self.space, mcp_tools=tuple(tools))
+        other.template = self._make_template(other.space)
+        return other
 
     @property
     def keeps_answers(self) -> bool:
@@ -167,7 +183,7 @@ def _text(text: str) -> Part:
 
 
 def _template(
-    tokenizer: Any, space: ActionSpace, style: PromptStyle, role: ObservationRole, options: dict[str, Any]
+    tokenizer: Any, space: ActionSpace, *, style: PromptStyle, role: ObservationRole, options: dict[str, Any]
 ) -> ChatTemplate:
     system = system_prompt(space, style)
     if style == "short":

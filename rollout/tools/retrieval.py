@@ -18,11 +18,12 @@ def retrieve(tools: Sequence[McpTool], query: str, max_tools: int = MAX_TOOLS) -
 
     if not tools:
         return []
-    words = [_words(f"{tool.name} {tool.description}") or ["tool"] for tool in tools]
-    scores = BM25Okapi(words).get_scores(_words(query))
+    documents = [words_of(f"{tool.name} {tool.description}") or ["tool"] for tool in tools]
+    scores = BM25Okapi(documents).get_scores(words_of(query))
     best = sorted(range(len(tools)), key=lambda index: (-scores[index], index))
     return [tools[index] for index in best[:max_tools]]
 
 
-def _words(text: str) -> list[str]:
+def words_of(text: str) -> list[str]:
+    """The words that retrieval compares: lower case, parts of camelCase names apart."""
     return _WORD.findall(re.sub(r"([a-z])([A-Z])", r"\1 \2", text).lower())

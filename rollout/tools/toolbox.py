@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 from collections.abc import Awaitable, Callable
 from typing import Any, Protocol
 
@@ -12,6 +13,9 @@ from rollout.tools.results import ToolResult, tool_result
 from sandbox_cluster.api import ExecuteReply
 from slime_cua.core.actions import CodeAction, McpAction
 from slime_cua.core.errors import SandboxError, UnknownOutcomeError
+
+log = logging.getLogger(__name__)
+CLOSE_S = 5.0
 
 
 class Toolbox(Protocol):
@@ -45,9 +49,15 @@ class McpToolbox:
             raise SandboxError(f"the MCP server at {self._server} does not answer: {error}") from error
         return self
 
-    async def __aexit__(self, *error: Any) -> None:
+    async def __aexit__(self, *_: object) -> None:
+        """Close, in bounded time. The block's own error stays what it is: the SDK would wrap it in a group, which nobody
+        who classifies failures could read."""
         client, self._client = self._client, None
-        await client.__aexit__(*error)
+        try:
+            async with asyncio.timeout(CLOSE_S):
+                await client.__aexit__(None, None, None)
+        except Exception as error:
+            log.warning("the connection to the MCP server at %s did not close: %r", self._server, error)
 
     async def tools(self) -> list[McpTool]:
         found: list[McpTool] = []

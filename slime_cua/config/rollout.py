@@ -56,6 +56,21 @@ class ActionSpaceConfig(ConfigModel):
     actions: tuple[Literal["gui", "code", "mcp", "skill"], ...] = ("gui", "code")
     os: Literal["ubuntu", "windows"] = "ubuntu"
     family: Literal["qwen_json", "qwen_xml"] = "qwen_json"
+    mcp_server: str = ""
+    """For `mcp`: osworld (OSWorld-MCP's client inside each desktop), the URL of a server, or `module:Name`."""
+    max_mcp_tools: int = Field(18, ge=1)
+    """Offered a task; where more are served, those that fit its instruction best."""
+    tool_timeout_s: float = Field(75.0, gt=0)
+    """Of listing the tools, and of a call."""
+    skill_library: str = ""
+    """For `skill`: a folder with skills.jsonl, or `module:Name`."""
+
+    @model_validator(mode="after")
+    def _what_is_offered_is_connected(self) -> ActionSpaceConfig:
+        for action, key in (("mcp", "mcp_server"), ("skill", "skill_library")):
+            if (action in self.actions) != bool(getattr(self, key)):
+                raise ValueError(f"actions with {action!r} need {key}, and {key} needs {action!r} in actions")
+        return self
 
 
 class RendererConfig(ConfigModel):

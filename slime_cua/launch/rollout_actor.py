@@ -20,6 +20,7 @@ from rollout.ports import PolicyPort
 from rollout.renderer import Renderer
 from rollout.scheduler import Scheduler
 from rollout.sweep import Item, sweep
+from rollout.tools import skill_library, tool_source
 from rollout.worker import RolloutWorker
 from slime_cua.algo.frontier import make_sampler
 from slime_cua.config.run import RunConfig
@@ -73,7 +74,14 @@ class RolloutActor:
             request_timeout_s=rollout.engine.request_timeout_s,
             routing_shape=routing_shape(read_config(hf_dir)) if rollout.engine.records_routing else None,
         )
-        runner = EpisodeRunner(rollout, self.renderer, context_policy(rollout.context), self.images)
+        runner = EpisodeRunner(
+            rollout,
+            self.renderer,
+            context_policy(rollout.context),
+            self.images,
+            tool_source(rollout.action_space),
+            skill_library(rollout.action_space),
+        )
         self.player = Player(runner, self.desktops, self.config.sandbox.num_desktops)
 
     async def set_engines(self, urls: Sequence[str], min_version: int) -> None:
