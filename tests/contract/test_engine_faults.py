@@ -113,6 +113,7 @@ async def one_round(
         assert list(turn.versions) == sorted(turn.versions)
 
 
+@pytest.mark.timeout(300 + 2 * DEADLINE_S * ROUNDS)
 async def test_turns_survive_engines_that_are_killed_at_the_worst_moments(
     fleet: EngineFleet, weights: dict[str, Tensor], tmp_path: Path
 ) -> None:
