@@ -3,6 +3,9 @@
 The engine answers them; the trainer computes the log-probs of the same answers under the same weights. What is left is the
 numeric noise of two implementations, unless one of them computes something else: positions of image tokens, a resize, a stale
 weight. Text alone and image-conditioned coordinates are judged apart, because such faults show in one of them only.
+
+Before that each engine gets a prompt that no tokenizer would write: an engine that decodes and tokenises again counts it
+otherwise and is refused.
 """
 
 from __future__ import annotations
@@ -21,14 +24,16 @@ from tokenizers import Tokenizer
 
 from rollout.engines.client import EngineClient, Generation, image_ref
 from slime_cua.config.rollout import CanaryConfig, SamplingConfig
-from slime_cua.core.errors import EngineError
+from slime_cua.core.errors import EngineError, PromptMismatchError
 from slime_cua.core.types import NOT_SAMPLED, ImageRef, Segment, TrainSample
 from slime_cua.data.expand import ImageProcessorConfig
 
 Kind = Literal["text", "image"]
 SIZE_WH_PX = (640, 384)
 _COLORS = {"red": (220, 40, 40), "green": (40, 170, 60), "blue": (50, 80, 220), "yellow": (235, 200, 40)}
-_TEXTS = ("point ", "press the button, then ", "the file was ", '{"action": "left_click", "coordinate": [')
+_SPELLED = "press the button and close the window"
+_CALL = '{"action": "left_click", "coordinate": ['
+_TEXTS = ("point ", "press the button, then ", "the file was ", _CALL)
 
 
 class Images(Protocol):
@@ -81,7 +86,10 @@ class Gap:
 
 
 def canary_prompts(hf_dir: Path, image_token_id: int, num: int = 16) -> list[Prompt]:
-    """`num` prompts with text alone and `num` that ask for a place on a screen, the same every time."""
+    """`num` prompts with text alone and `num` that ask for a place on a screen, the same every time.
+
+    Of the latter, every other one has begun the call already: whatever its model is used to, coordinates come next.
+    """
     tokenizer = Tokenizer.from_file(str(hf_dir / "tokenizer.json"))
     start, end = (tokenizer.token_to_id(f"<|vision_{side}|>") for side in ("start", "end"))
     prompts = [
@@ -90,11 +98,29 @@ def canary_prompts(hf_dir: Path, image_token_id: int, num: int = 16) -> list[Pro
     ]
     for index in range(num):
         color, png = _screen(index)
-        question = tokenizer.encode(f"point {color} one: ").ids
+        question = tokenizer.encode(f"point {color} one: {_CALL if index % 2 else ''}").ids
         marked = [token for token in (start, image_token_id, end) if token is not None]
         ids = [*marked, *question]
         prompts.append(Prompt("image", tuple(ids), (png,)))
     return prompts
+
+
+def spelled_prompt(hf_dir: Path, image_token_id: int) -> Prompt | None:
+    """A screen and a sentence spelled letter by letter: tokenised again, it has another length.
+
+    SGLang tokenises again only where there is an image. None for a tokenizer that knows letters alone.
+    """
+    tokenizer = Tokenizer.from_file(str(hf_dir / "tokenizer.json"))
+    ids = [token for letter in _SPELLED for token in tokenizer.encode(letter, add_special_tokens=False).ids]
+    again = tokenizer.encode(tokenizer.decode(ids, skip_special_tokens=False), add_special_tokens=False).ids
+    if len(again) == len(ids):
+        return None
+    marks = (
+        tokenizer.token_to_id("<|vision_start|>"),
+        image_token_id,
+        tokenizer.token_to_id("<|vision_end|>"),
+    )
+    return Prompt("image", (*(mark for mark in marks if mark is not None), *ids), (_screen(0)[1],))
 
 
 async def sample(
@@ -155,12 +181,17 @@ class Canary:
     def check(self, urls: Sequence[str], version: int, trainer_logprobs: TrainerLogprobs) -> dict[Kind, Gap]:
         """The worst gap of each kind over the engines at `urls`, which all serve `version`.
 
-        Raises CanaryError when one is beyond the tolerance, and EngineError when an engine does not answer: then the check
-        stays due.
+        Raises CanaryError when one is beyond the tolerance or counts a prompt otherwise than we do, and EngineError when an
+        engine does not answer: then the check stays due.
         """
         processor = ImageProcessorConfig.from_hf(self._hf_dir)
         prompts = canary_prompts(self._hf_dir, processor.image_token_id, self._config.num_prompts)
-        answers = asyncio.run(self._answers(urls, version, processor, prompts))
+        try:
+            answers = asyncio.run(self._answers(urls, version, processor, prompts))
+        except PromptMismatchError as error:
+            raise CanaryError(
+                f"canary: {error}. The run stops: it would train on what no engine saw"
+            ) from error
         worst: dict[Kind, Gap] = {}
         for url, answer in zip(urls, answers, strict=True):
             gaps = compare(prompts, answer, trainer_logprobs)
@@ -172,10 +203,17 @@ class Canary:
     async def _answers(
         self, urls: Sequence[str], version: int, processor: ImageProcessorConfig, prompts: Sequence[Prompt]
     ) -> list[list[Generation]]:
+        spelled = spelled_prompt(self._hf_dir, processor.image_token_id)
+
         async def ask(url: str) -> list[Generation]:
             async with EngineClient([url], processor, request_timeout_s=self._timeout_s) as client:
                 client.set_engines([url], version)
-                return await sample(client, prompts)
+                try:
+                    if spelled is not None:
+                        await sample(client, [spelled], max_new_tokens=1)
+                    return await sample(client, prompts)
+                except PromptMismatchError as error:
+                    raise PromptMismatchError(f"{url}: {error}") from error
 
         return list(await asyncio.gather(*map(ask, urls)))
 

@@ -6,11 +6,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from tokenizers import Tokenizer
 
 from rollout.engines.client import Generation
 from slime_cua.core.errors import EngineError
 from slime_cua.core.types import TrainSample
-from slime_cua.launch.canary import Images, Prompt, Tolerance, canary_prompts, compare, judge
+from slime_cua.launch.canary import Images, Prompt, Tolerance, canary_prompts, compare, judge, spelled_prompt
 
 MODEL = Path("models/tiny_base")
 IMAGE_TOKEN = 7
@@ -51,6 +52,23 @@ def test_prompts_are_the_same_every_time_and_half_of_them_show_a_screen(prompts:
     assert [len(p.images) for p in prompts] == [0] * 4 + [1] * 4
     assert [p.ids.count(IMAGE_TOKEN) for p in prompts] == [0] * 4 + [1] * 4
     assert len({p.images for p in prompts[4:]}) == 4
+
+
+def test_half_of_the_screens_are_followed_by_a_call_that_wants_coordinates_next(
+    prompts: list[Prompt],
+) -> None:
+    tokenizer = Tokenizer.from_file(str(MODEL / "tokenizer.json"))
+    ends = [tokenizer.decode(list(p.ids)).endswith('"coordinate": [') for p in prompts[4:]]
+    assert ends == [False, True, False, True]
+
+
+def test_the_spelled_prompt_shrinks_when_its_text_is_tokenised_again() -> None:
+    spelled = spelled_prompt(MODEL, IMAGE_TOKEN)
+    assert spelled is not None and spelled.ids.count(IMAGE_TOKEN) == len(spelled.images) == 1
+    letters = [i for i in spelled.ids if i > IMAGE_TOKEN]
+    tokenizer = Tokenizer.from_file(str(MODEL / "tokenizer.json"))
+    again = tokenizer.encode(tokenizer.decode(letters)).ids
+    assert 2 * len(again) < len(letters)
 
 
 def test_the_trainer_is_asked_for_exactly_the_sampled_tokens(prompts: list[Prompt]) -> None:

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from tokenizers import Tokenizer
 
 from slime_cua.config.rollout import CanaryConfig, EngineConfig, RolloutConfig
 from slime_cua.config.run import RunConfig
@@ -30,13 +31,19 @@ class Engine(ScriptedServer):
 
     def __init__(self) -> None:
         self.version, self.num_requests = 0, 0
+        self.retokenises = False
+        """As SGLang does with a vision request's ids: decode, tokenise the text."""
+        self._tokenizer = Tokenizer.from_file(str(MODEL / "tokenizer.json"))
         super().__init__()
 
     def answer(self, path: str, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
         self.num_requests += 1
+        ids = body["input_ids"]
+        if self.retokenises and "image_data" in body:
+            ids = self._tokenizer.encode(self._tokenizer.decode(ids, skip_special_tokens=False)).ids
         meta = {
             "finish_reason": {"type": "length"},
-            "prompt_tokens": len(body["input_ids"]) + (IMAGE_TOKENS - 1) * len(body.get("image_data", [])),
+            "prompt_tokens": len(ids) + (IMAGE_TOKENS - 1) * len(body.get("image_data", [])),
             "completion_tokens": 2,
             "cached_tokens": 0,
             "weight_version": str(self.version),
@@ -129,7 +136,17 @@ def test_a_run_whose_engine_sees_screens_otherwise_ends_before_its_first_episode
         CanaryError, match=rf"{engine.url}, version 0,.*image: mean 0.4000.*positions, resize"
     ):
         loop.resume_or_start()
-    assert engine.num_requests == 6 and asked == []
+    assert engine.num_requests == 1 + 6 and asked == []
+
+
+def test_an_engine_that_tokenises_again_is_refused_before_the_first_episode_with_the_flag_to_set(
+    tmp_path: Path, engine: Engine
+) -> None:
+    loop, trainer, asked = loop_of(tmp_path, engine, every=50)
+    engine.retokenises = True
+    with pytest.raises(CanaryError, match=rf"{engine.url}: .*SGLANG_MM_AVOID_RETOKENIZE=1"):
+        loop.resume_or_start()
+    assert asked == [] and trainer.compared == 0
 
 
 def test_a_run_that_agrees_starts_and_says_by_how_much(
