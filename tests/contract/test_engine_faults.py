@@ -1,6 +1,7 @@
 """Seeded faults under load: no turn is lost, no token is without a version, nothing hangs past its deadline.
 
-SLIME_CUA_FAULT_ROUNDS sets the number of rounds (default 3, one of each kind).
+SLIME_CUA_FAULT_ROUNDS sets the number of rounds (default 3, one of each kind), SLIME_CUA_FAULT_DEADLINE_S how long an engine
+may take to come back (default 120; more on a machine that is busy with other things).
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from tests.contract.engine_requests import post, processor_of, text_ids
 
 ROUNDS = int(os.environ.get("SLIME_CUA_FAULT_ROUNDS", "3"))
 FAULTS = ("kill while generating", "kill while publishing", "kill between pause and continue")
-DEADLINE_S = 120.0
+DEADLINE_S = float(os.environ.get("SLIME_CUA_FAULT_DEADLINE_S", "120"))
 SAMPLING = SamplingConfig(temperature=0.5, max_response_tokens=60)
 
 
