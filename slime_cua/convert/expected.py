@@ -15,8 +15,8 @@ PASSED_PREFIXES = ("mtp.",)
 """Multi-token prediction heads: not part of the model class, carried along unchanged."""
 
 
-DTYPES = ("BF16", "F16", "F32", "F64")
-"""In safetensors' spelling: those of weights that can be trained and given back as they were."""
+DTYPES = ("BF16", "F16", "F32")
+"""In safetensors' spelling: those of weights that can be trained and given back as they were; float64 would be rounded."""
 
 
 def check_hf_folder(hf_dir: Path | str) -> dict[str, TensorInfo]:
@@ -33,11 +33,11 @@ def check_hf_folder(hf_dir: Path | str) -> dict[str, TensorInfo]:
 
 
 def check_dtypes(table: Mapping[str, TensorInfo], hf_dir: Path | str) -> None:
-    """Raise CheckpointError for the first tensor of a quantised checkpoint: its values mean nothing without their scales."""
+    """Raise CheckpointError for the first tensor of another dtype: quantised values mean nothing without their scales."""
     for name, info in sorted(table.items()):
         if info.dtype not in DTYPES and not name.startswith(PASSED_PREFIXES):
             raise CheckpointError(
-                f"tensor {name} of {hf_dir} is stored as {info.dtype}; {', '.join(DTYPES)} are read: give the checkpoint that is not quantised"
+                f"tensor {name} of {hf_dir} is stored as {info.dtype}; {', '.join(DTYPES)} are read: give the checkpoint that is not quantised and in one of them"
             )
 
 

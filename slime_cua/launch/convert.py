@@ -39,7 +39,12 @@ def _parser() -> argparse.ArgumentParser:
     )
     start.add_argument("--hf", required=True, help="Hugging Face checkpoint folder")
     start.add_argument("--out", required=True, help="folder that gets step_00000000")
-    start.add_argument("--dtype", choices=("fp32", "bf16"), default="bf16", help="dtype of the weights")
+    start.add_argument(
+        "--dtype",
+        choices=("source", "fp32", "bf16"),
+        default="source",
+        help="dtype of the weights; source: bf16, or fp32 where that would round one",
+    )
     end = ways.add_parser("to-hf", help="a Hugging Face folder from a run's checkpoint")
     end.add_argument("--checkpoint", required=True, help="a step_XXXXXXXX folder, or its parent: the newest")
     end.add_argument(

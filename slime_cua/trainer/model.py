@@ -24,6 +24,8 @@ from slime_cua.trainer.vision import VisionTower
 from slime_cua.trainer.vision_attention import ATTENTION_NAME, register_vision_attention
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+KEPT_FLOAT32 = (".A_log", ".dt_bias")
+"""Ends of the names of gated delta net's decay parameters, which a bf16 model holds in float32 where its folder does."""
 
 
 class PolicyModel:
@@ -194,10 +196,10 @@ def _keep_expert_layout(bridge: Any, layout: ExpertLayout) -> None:
 
 def _keep_float32(module: torch.nn.Module, tensors: dict[str, TensorInfo]) -> None:
     """Decay parameters of gated delta net stay float32 where the checkpoint has them so; bfloat16 would round them."""
-    for leaf in ("A_log", "dt_bias"):
-        if any(info.dtype == "F32" for name, info in tensors.items() if name.endswith(f".{leaf}")):
+    for leaf in KEPT_FLOAT32:
+        if any(info.dtype == "F32" for name, info in tensors.items() if name.endswith(leaf)):
             for name, parameter in module.named_parameters():
-                if name.endswith(f".{leaf}"):
+                if name.endswith(leaf):
                     parameter.data = parameter.data.float()
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import collections
 import functools
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Literal
 
@@ -19,11 +19,11 @@ from safetensors import safe_open
 
 import megatron_patches
 from slime_cua.config.trainer import TrainerConfig
-from slime_cua.convert import TensorInfo, check_hf_folder
+from slime_cua.convert import PASSED_PREFIXES, TensorInfo, check_hf_folder
 from slime_cua.core.ports import free_port
 from slime_cua.trainer import checkpoint, runtime
 from slime_cua.trainer.folders import UNFINISHED, remove_leftovers, step_folder
-from slime_cua.trainer.model import PolicyModel
+from slime_cua.trainer.model import KEPT_FLOAT32, PolicyModel
 from slime_cua.trainer.save_strategy import save_strategy
 
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
@@ -38,15 +38,19 @@ def part_of(name: str, num_layers: int) -> int:
 
 
 def stream_to_megatron(
-    hf_dir: Path, folder: Path, dtype: Literal["fp32", "bf16"] = "bf16", shows_progress: bool = False
+    hf_dir: Path,
+    folder: Path,
+    dtype: Literal["source", "fp32", "bf16"] = "source",
+    shows_progress: bool = False,
 ) -> Path:
     """Write folder/step_00000000 with the weights of `hf_dir` and give its path; what stood there goes when the new one is whole.
 
-    dtype: of the weights. Any layout resumes from it, with a fresh optimiser. Raises CheckpointError or ConfigError for a folder
-    that is not whole, and for a disk that is full. For one process that is in no job.
+    dtype: of the weights; "source" is fp32 where bf16 would round one of them. A trainer of either dtype and any layout starts
+    from it, with a fresh optimiser. Raises CheckpointError or ConfigError for a folder that is not whole, and for a disk that is
+    full. For one process that is in no job.
     """
-    config = TrainerConfig(dtype=dtype)
     tensors = check_hf_folder(hf_dir)
+    config = TrainerConfig(dtype=lossless_dtype(tensors) if dtype == "source" else dtype)
     target, draft = step_folder(folder, 0), folder / f"{UNFINISHED}{step_folder(folder, 0).name}"
     layout = runtime.start(config, 0, 1, "127.0.0.1", free_port(), 0)
     try:
@@ -74,6 +78,16 @@ def _write(parts: _Parts, model: PolicyModel, draft: Path) -> None:
     dist_checkpointing.save(
         {"model": weights}, str(draft), save_strategy(order=parts.of, before_read=parts.need)
     )
+
+
+def lossless_dtype(tensors: Mapping[str, TensorInfo]) -> Literal["fp32", "bf16"]:
+    """The smaller dtype of a model that holds all these tensors unrounded. Multi-token prediction heads are not in the model."""
+    stored = {
+        info.dtype
+        for name, info in tensors.items()
+        if not name.startswith(PASSED_PREFIXES) and not name.endswith(KEPT_FLOAT32)
+    }
+    return "bf16" if stored <= {"BF16"} else "fp32"
 
 
 class _Parts:

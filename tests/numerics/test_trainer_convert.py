@@ -10,11 +10,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from slime_cua.config.trainer import OptimizerConfig, ParallelConfig, TrainerConfig
 from slime_cua.core.errors import CheckpointError
 from slime_cua.launch.convert import main
 from slime_cua.trainer.group import LocalTrainerGroup
+from slime_cua.trainer.rank import TrainerRank
 from tests.numerics.tiny_models import (
     FULL,
     HYBRID,
@@ -36,6 +38,16 @@ pytestmark = [
 
 def files_of(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def rewrite(
+    folder: Path,
+    change: Callable[[str, torch.Tensor], torch.Tensor],
+    more: dict[str, torch.Tensor] | None = None,
+) -> None:
+    """Another model.safetensors: every tensor changed, and `more`."""
+    tensors = {name: change(name, x) for name, x in load_file(folder / "model.safetensors").items()}
+    save_file({**tensors, **(more or {})}, folder / "model.safetensors", metadata={"format": "pt"})
 
 
 def there_and_back(source: Path, scratch: Path) -> tuple[dict[str, bytes], dict[str, bytes]]:
@@ -80,6 +92,42 @@ def test_experts_come_back_byte_equal_in_the_layout_they_had(
 def test_a_tied_head_comes_back_byte_equal(tmp_path: Path) -> None:
     found, wanted = there_and_back(make_qwen35(tmp_path / "source", FULL, is_tied=True), tmp_path)
     assert found == wanted
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_weights_that_bf16_would_round_come_back_byte_equal(dtype: torch.dtype, tmp_path: Path) -> None:
+    source = make_qwen35(tmp_path / "source", HYBRID, is_tied=False)
+    rewrite(source, lambda name, tensor: (tensor.float() + 1e-3).to(dtype))
+    found, wanted = there_and_back(source, tmp_path)
+    assert found == wanted
+
+
+def test_one_tensor_in_float32_and_heads_that_are_not_trained_come_back_byte_equal(tmp_path: Path) -> None:
+    """As published: norms of gated delta net in float32 between bf16 weights, MTP heads, a vocabulary that is no round number."""
+    source = make_qwen35(tmp_path / "source", HYBRID, is_tied=False, vocab_size=383)
+    heads = {"mtp.fc.weight": torch.randn(3, 5).bfloat16(), "mtp.norm.weight": torch.randn(7)}
+    norm = "linear_attn.norm.weight"
+    rewrite(source, lambda name, tensor: tensor.float() + 1e-3 if name.endswith(norm) else tensor, heads)
+    found, wanted = there_and_back(source, tmp_path)
+    assert found == wanted
+
+
+def test_a_bf16_trainer_starts_from_a_conversion_in_float32(tmp_path: Path) -> None:
+    source = make_qwen35(tmp_path / "source", HYBRID, is_tied=False)
+    rewrite(source, lambda name, tensor: tensor.float() + 1e-3)
+    assert main(["to-megatron", "--hf", str(source), "--out", str(tmp_path / "run")]) == 0
+    samples, store = make_samples()
+    trainer = TrainerRank(TrainerConfig(max_tokens_per_rank=512, optimizer=OptimizerConfig(lr=1e-3)))
+    try:
+        trainer.load(source)
+        wanted = trainer.logprobs(samples, store)
+        losses = [trainer.train_step(samples, store, "sft")["sft/loss"] for _ in range(2)]
+        assert losses[1] < losses[0] and trainer.logprobs(samples, store) != wanted
+        assert trainer.restore(tmp_path / "run") == 0
+        assert trainer.logprobs(samples, store) == wanted
+        assert [trainer.train_step(samples, store, "sft")["sft/loss"] for _ in range(2)] == losses
+    finally:
+        trainer.close()
 
 
 def test_a_checkpoint_of_another_model_leaves_no_folder(tmp_path: Path) -> None:

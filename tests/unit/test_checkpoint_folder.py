@@ -93,9 +93,12 @@ def test_an_index_that_names_no_shards_is_refused(folder: Path, index: str) -> N
         tensor_table(folder)
 
 
-def test_a_quantised_tensor_is_named_with_its_dtype(folder: Path) -> None:
-    rewrite(folder, lambda tensors: tensors.update({NORM: tensors[NORM].to(torch.float8_e4m3fn)}))
-    with pytest.raises(CheckpointError, match=f"tensor {NORM} .* F8_E4M3; .*give the checkpoint that is not"):
+@pytest.mark.parametrize(("dtype", "name"), [(torch.float8_e4m3fn, "F8_E4M3"), (torch.float64, "F64")])
+def test_a_tensor_that_could_not_be_given_back_is_named_with_its_dtype(
+    folder: Path, dtype: torch.dtype, name: str
+) -> None:
+    rewrite(folder, lambda tensors: tensors.update({NORM: tensors[NORM].to(dtype)}))
+    with pytest.raises(CheckpointError, match=f"tensor {NORM} .* {name}; .*give the checkpoint that is not"):
         check_hf_folder(folder)
 
 
