@@ -10,11 +10,10 @@ from __future__ import annotations
 import os
 import struct
 import threading
-import zlib
 
 import numpy as np
 
-from sandbox_cluster.guest.png import encode_bgrx
+from sandbox_cluster.guest.png import ScreenPng
 from slime_cua.core.errors import SandboxError
 
 _HEADER_WORDS, _COLOUR_BYTES = 25, 12
@@ -44,12 +43,13 @@ class Framebuffer:
                 f"the framebuffer is {words[_WIDTH]}x{words[_HEIGHT]} at {words[_BITS]} bits, not {width}x{height}"
             )
         self._offset = words[_HEADER_SIZE] + words[_NUM_COLOURS] * _COLOUR_BYTES
-        self._pixels = np.zeros((height, self._line_bytes), np.uint8)
-        self._checksum = -1
+        self._pixels, self._spare = (np.zeros((height, self._line_bytes), np.uint8) for _ in range(2))
+        self._num_changes = 0
+        self._encoder = ScreenPng(screen_wh_px)
         self._encoded: tuple[int, bytes] | None = None
 
     def read(self) -> int:
-        """Read the screen now; its checksum, equal for equal pictures. SandboxError for a short read."""
+        """Read the screen now; how many reads found another picture than the one before. SandboxError for a short read."""
         with self._lock:
             return self._read()
 
@@ -67,15 +67,19 @@ class Framebuffer:
     def _read(self) -> int:
         if self._file < 0:
             raise SandboxError("the desktop is gone")
-        count = os.preadv(self._file, [self._pixels.data], self._offset)
-        if count != self._pixels.nbytes:
+        count = os.preadv(self._file, [self._spare.data], self._offset)
+        if count != self._spare.nbytes:
             raise SandboxError("the framebuffer file is too short: a program on the desktop cut it")
-        self._checksum = zlib.crc32(self._pixels.data)
-        return self._checksum
+        rows = np.flatnonzero((self._spare.view(np.uint32) != self._pixels.view(np.uint32)).any(axis=1))
+        if rows.size:
+            self._encoder.changed(rows)
+            self._num_changes += 1
+            self._pixels, self._spare = self._spare, self._pixels
+        return self._num_changes
 
     def _encode(self) -> bytes:
-        if self._encoded is None or self._encoded[0] != self._checksum:
+        if self._encoded is None or self._encoded[0] != self._num_changes:
             width, height = self._wh_px
             pixels_HW4 = self._pixels[:, : 4 * width].reshape(height, width, 4)
-            self._encoded = (self._checksum, encode_bgrx(pixels_HW4))
+            self._encoded = (self._num_changes, self._encoder.encode(pixels_HW4))
         return self._encoded[1]

@@ -114,16 +114,16 @@ class Desktop:
         timeout_s = self._capture_timeout_s + settle.max_ms / 1000
         try:
             async with asyncio.timeout(timeout_s):
-                return self._checked(await self._driver.capture(settle))
+                return await self._checked(await self._driver.capture(settle))
         except TimeoutError:
             raise SandboxError(f"desktop {self.slot}: no screenshot within {timeout_s:g} s") from None
 
-    def _checked(self, capture: Capture) -> Capture:
+    async def _checked(self, capture: Capture) -> Capture:
         size = (capture.width_px, capture.height_px)
         if size != self.screen_wh_px:
             raise SandboxError(f"desktop {self.slot}: captured {size}, the screen is {self.screen_wh_px}")
         try:
-            check_png(capture.png, size)
+            await asyncio.to_thread(check_png, capture.png, size)
         except ValueError as error:
             raise SandboxError(f"desktop {self.slot}: broken screenshot: {error}") from error
         return capture

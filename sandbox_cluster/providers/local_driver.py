@@ -237,7 +237,7 @@ class LocalDriver:
     async def _settle(self, settle: Settle) -> bool:
         """Read the screen until it stayed equal for quiet_ms (true) or max_ms are over (false)."""
         started = changed = time.monotonic()
-        checksum = await self._workers.wait_for(self._look)
+        picture = await self._workers.wait_for(self._look)
         quiet_s, max_s = settle.quiet_ms / 1000, settle.max_ms / 1000
         while max_s > 0:
             now = time.monotonic()
@@ -247,13 +247,13 @@ class LocalDriver:
                 return False
             await asyncio.sleep(max(MIN_POLL_S, min(quiet_s / 2, started + max_s - now)))
             read_s = time.monotonic()
-            previous, checksum = checksum, await self._workers.wait_for(self._look)
-            if checksum != previous:
+            previous, picture = picture, await self._workers.wait_for(self._look)
+            if picture != previous:
                 changed = read_s
         return False
 
     def _look(self) -> int:
-        """Checksum of the screen with everything drawn that the X server was asked for so far."""
+        """Number of the picture on the screen, with everything drawn that the X server was asked for so far."""
         screen = self._parts_needed()[2]
         self._sync()
         return screen.read()

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import io
 import os
 import struct
 import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
+from PIL import Image
 
 from sandbox_cluster.guest.home import home_files, window_manager_config
 from sandbox_cluster.guest.screen import Framebuffer
@@ -215,6 +218,23 @@ def test_the_framebuffer_is_read_behind_header_and_colours_and_a_short_one_is_an
     path.write_bytes(xwd(2, 2, bytes(15)))
     with pytest.raises(SandboxError, match="too short"):
         screen.read()
+    screen.close()
+
+
+def test_a_framebuffer_that_programs_draw_on_is_seen_as_it_is_at_each_read(tmp_path: Path) -> None:
+    path, (width, height), random = tmp_path / "screen", (9, 83), np.random.default_rng(0)
+    pixels = np.zeros((height, width, 4), np.uint8)
+    path.write_bytes(xwd(width, height, pixels.tobytes()))
+    screen = Framebuffer(os.open(path, os.O_RDONLY), (width, height))
+    for _ in range(60):
+        before = screen.read()
+        for _ in range(random.integers(0, 3)):
+            pixels[random.integers(height), random.integers(width)] = random.integers(0, 256, 4)
+        is_changed = path.read_bytes() != xwd(width, height, pixels.tobytes())
+        path.write_bytes(xwd(width, height, pixels.tobytes()))
+        assert (screen.read() != before) == is_changed
+        shown = np.asarray(Image.open(io.BytesIO(screen.last_png())).convert("RGB"))
+        assert np.array_equal(shown, pixels[:, :, [2, 1, 0]])
     screen.close()
 
 
