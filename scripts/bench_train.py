@@ -33,8 +33,17 @@ from typing import Any
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[1]), str(Path(__file__).resolve().parent)]
 
+from bench_train_curves import compare  # noqa: E402
 from bench_train_job import Job, this_job  # noqa: E402
-from bench_train_model import TINY_EXPERTS, TINY_TEXT, TINY_VISION, random_weights, write_hollow_folder  # noqa: E402
+from bench_train_model import (  # noqa: E402
+    TINY_EXPERTS,
+    TINY_TEXT,
+    TINY_VISION,
+    random_weights,
+    with_layers,
+    write_hollow_folder,
+)
+from bench_train_options import check_options  # noqa: E402
 from bench_train_segments import make_segments  # noqa: E402
 from bench_train_switches import OFF, SWITCHES, VARIANTS, Memory, Swap  # noqa: E402
 from bench_train_watch import Phases, layers_marked  # noqa: E402
@@ -45,14 +54,8 @@ def main() -> int:
     if options.compare:
         return compare(*options.compare)
     job = this_job(os.environ)
-    if job.world_size % options.tp:
-        raise SystemExit(
-            f"--tp {options.tp} does not divide the {job.world_size} processes that were started"
-        )
     names = [name.strip() for name in options.variants.split(",")]
-    for name in names:
-        if name not in VARIANTS:
-            raise SystemExit(f"--variants: {name!r} is none of {', '.join(VARIANTS)}")
+    check_options(options, names, job.world_size)
     bench = Bench(options, job)
     if options.curve:
         bench.curve(options.curve)
@@ -198,7 +201,7 @@ class Bench:
             self.mark(f"step {number + 1} of {num_steps}, loss {losses[-1] if losses else math.nan:.4f}")
             with self._small_phases("step 1") if number == 0 else nullcontext():
                 losses.append(self.trainer.train_step(self.samples, self.store, "sft")["sft/loss"])
-        result = {"tp": self.parallel.tp, "dtype": self.config.dtype, "losses": losses}
+        result = {**self._facts(), "dtype": self.config.dtype, "losses": losses}
         if self.job.rank == 0 and self.options.out is not None:
             self.options.out.write_text(json.dumps(result))
         self.say(f"loss {losses[0]:.4f} -> {losses[-1]:.4f} in {num_steps} steps, TP={self.parallel.tp}")
@@ -331,17 +334,15 @@ class Bench:
                 plain["text_config"].update(TINY_EXPERTS)
             plain["vision_config"].update(TINY_VISION)
         wanted = self.options.layers or (4 if self.options.tiny else self._layers_that_fit(plain))
-        plain["text_config"]["num_hidden_layers"] = wanted
-        return plain
+        return with_layers(plain, wanted)
 
     def _layers_that_fit(self, plain: dict[str, Any]) -> int:
         from slime_cua.trainer.plan import H200_BYTES, USABLE, Workload, plan
 
         total = self.torch.cuda.mem_get_info()[1] if self.has_gpu else H200_BYTES
         for layers in range(plain["text_config"]["num_hidden_layers"] // 4 * 4, 0, -4):
-            plain["text_config"]["num_hidden_layers"] = layers
             work = Workload(self.options.tokens, recompute=self.options.recompute)
-            if plan(plain, self.parallel, work).total <= USABLE * total:
+            if plan(with_layers(plain, layers), self.parallel, work).total <= USABLE * total:
                 return layers
         raise SystemExit(
             f"not even four layers fit with --tokens {self.options.tokens}: lower it, or raise --tp"
@@ -372,17 +373,6 @@ def _version(package: str) -> str:
     return str(getattr(module, "__version__", "stand-in")) + (
         " stand-in" if hasattr(module, "IS_STANDIN") else ""
     )
-
-
-def compare(first: Path, second: Path) -> int:
-    """Print how far two curves are apart; 0 when they agree within bf16 noise (2 % of the loss) at every step."""
-    curves = [json.loads(Path(path).read_text()) for path in (first, second)]
-    pairs = list(zip(curves[0]["losses"], curves[1]["losses"], strict=True))
-    worst = max(abs(a - b) / max(abs(a), 1e-6) for a, b in pairs)
-    print(
-        f"TP={curves[0]['tp']} and TP={curves[1]['tp']}, {len(pairs)} steps: largest difference {100 * worst:.2f} % of the loss"
-    )
-    return 0 if worst < 0.02 else 1
 
 
 def _arguments() -> Iterator[tuple[str, dict[str, Any]]]:

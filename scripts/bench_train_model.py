@@ -37,6 +37,14 @@ TINY_EXPERTS = {
 TINY_VISION = {"depth": 2, "hidden_size": 64, "intermediate_size": 128, "num_heads": 2, "out_hidden_size": 64}
 
 
+def with_layers(config: dict[str, Any], num_layers: int) -> dict[str, Any]:
+    """The config.json of the same model with its first `num_layers` layers."""
+    text = {**config["text_config"], "num_hidden_layers": num_layers}
+    if text.get("layer_types"):
+        text["layer_types"] = text["layer_types"][:num_layers]
+    return {**config, "text_config": text}
+
+
 def write_hollow_folder(folder: Path, config: dict[str, Any]) -> None:
     """A Hugging Face folder of the config's architecture, all tensors bf16; it takes no room on disk."""
     import transformers

@@ -20,6 +20,8 @@ def main(arguments: list[str]) -> int:
     options = _parser().parse_args(arguments)
     from slime_cua.core.errors import ConfigError
 
+    if not 0 <= options.trained_share <= 1:
+        raise ConfigError(f"--trained-share {options.trained_share}: a share from 0 to 1")
     config = model_config(options.model)
     if options.table:
         print(table(config))
@@ -41,7 +43,12 @@ def model_config(name: str) -> dict[str, Any]:
     if path.is_dir():
         return read_config(path)
     if path.is_file():
-        plain: dict[str, Any] = json.loads(path.read_text())
+        try:
+            plain = json.loads(path.read_text())
+        except ValueError as error:
+            raise ConfigError(f"--model {path} is not valid JSON: {error}") from None
+        if not isinstance(plain, dict):
+            raise ConfigError(f"--model {path} must hold a JSON object, a model's config.json")
         return plain
     raise ConfigError(f"--model {name}: neither a folder nor a config.json, nor one of {', '.join(PRESETS)}")
 
@@ -100,6 +107,13 @@ def table(config: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def _count(text: str) -> int:
+    """A whole number from 1, for argparse."""
+    if (number := int(text)) < 1:
+        raise argparse.ArgumentTypeError(f"{number}: at least 1")
+    return number
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="slime-cua plan",
@@ -110,10 +124,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--model", required=True, help="a Hugging Face folder, a config.json, or a preset's name"
     )
-    parser.add_argument("--gpus", type=int, default=8)
-    parser.add_argument("--tp", type=int, default=1)
-    parser.add_argument("--ep", type=int, default=1)
-    parser.add_argument("--tokens", type=int, default=32768, help="trainer.max_tokens_per_rank")
+    parser.add_argument("--gpus", type=_count, default=8)
+    parser.add_argument("--tp", type=_count, default=1)
+    parser.add_argument("--ep", type=_count, default=1)
+    parser.add_argument("--tokens", type=_count, default=32768, help="trainer.max_tokens_per_rank")
     parser.add_argument("--trained-share", type=float, default=0.07, help="trained tokens / tokens")
     parser.add_argument("--recompute", choices=("none", "selective", "full"), default="full")
     parser.add_argument("--train-vision", action="store_true", help="trainer.freeze_vision = false")

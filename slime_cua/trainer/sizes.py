@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from slime_cua.core.errors import ConfigError
 from slime_cua.trainer.layouts import num_experts, parts_of
 
 Split = Literal["tp", "expert", "whole"]
@@ -66,7 +67,16 @@ class ModelShape:
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> ModelShape:
-        """Of a config.json. Raises ConfigError for a family without a trainer, KeyError for a field that is not there."""
+        """Of a config.json. Raises ConfigError for a family without a trainer, and naming a field that is not there."""
+        try:
+            return cls._read(config)
+        except KeyError as error:
+            raise ConfigError(
+                f"the model's config.json lacks {error.args[0]}: compare it with the published one"
+            ) from None
+
+    @classmethod
+    def _read(cls, config: Mapping[str, Any]) -> ModelShape:
         parts = parts_of(config)
         text, experts = config.get("text_config") or config, num_experts(config)
         is_35 = str(config["model_type"]).startswith("qwen3_5")
