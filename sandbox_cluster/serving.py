@@ -249,6 +249,7 @@ async def running(app: FastAPI, sock: socket.socket) -> AsyncIterator[asyncio.Ta
         app,
         log_config=None,
         access_log=False,
+        proxy_headers=False,
         timeout_graceful_shutdown=2,
         timeout_keep_alive=75,
         lifespan="on",

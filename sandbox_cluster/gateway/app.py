@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.responses import Response
+from fastapi.routing import APIRoute
 from pydantic import BaseModel
 
 from sandbox_cluster import api
@@ -168,6 +169,17 @@ def _lease_routes(app: FastAPI, gateway: Gateway, pass_through: PassThrough) -> 
         return leases.body(lease)
 
 
+class _CallRoute(APIRoute):
+    """A route whose endpoint reads the request itself: nothing is left to be made of signatures at each call."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        async def handle(request: Request) -> Response:
+            reply: Response = await self.endpoint(request, request.path_params["lease_id"])
+            return reply
+
+        return handle
+
+
 def _call_routes(app: FastAPI, gateway: Gateway) -> None:
     def add(
         name: str, method: str, body: type[BaseModel] | None, reply: type[BaseModel] | None, default_s: float
@@ -176,7 +188,7 @@ def _call_routes(app: FastAPI, gateway: Gateway) -> None:
             lease = gateway.broker.leases.use(lease_id, gateway.clients.principal(request))
             return await gateway.forward(lease, name, request, default_s)
 
-        app.add_api_route(
+        app.router.add_api_route(
             f"/v1/leases/{{lease_id}}/{name}",
             call,
             methods=[method],
@@ -184,6 +196,7 @@ def _call_routes(app: FastAPI, gateway: Gateway) -> None:
             responses={200: {"model": reply}} if reply else None,
             response_class=Response,
             openapi_extra=_takes(body) if body else None,
+            route_class_override=_CallRoute,
         )
 
     for name, (method, body, reply, default_s) in _CALLS.items():
