@@ -10,6 +10,7 @@ from pathlib import Path
 
 from rollout.embedded.checks import listen, read_model_config
 from slime_cua.core.errors import SlimeCuaError
+from slime_cua.core.startup import heavy_imports
 
 
 def _options() -> argparse.Namespace:
@@ -46,7 +47,8 @@ def main() -> None:
     try:
         read_model_config(options.model)
         listener = listen(options.host, options.port)
-        from rollout.embedded.serve import serve
+        with heavy_imports():
+            from rollout.embedded.serve import serve
 
         serve(options, listener)
     except (SlimeCuaError, OSError) as error:

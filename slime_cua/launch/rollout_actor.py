@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import time
@@ -18,6 +19,7 @@ from rollout.metrics import batch_metrics
 from rollout.player import Busy, Player, WatchedPolicy
 from rollout.ports import PolicyPort
 from rollout.renderer import Renderer
+from rollout.renderer.without_torch import runs_own_code, transformers_without_torch
 from rollout.scheduler import Scheduler
 from rollout.sweep import Item, sweep
 from rollout.tools import skill_library, tool_source
@@ -27,6 +29,7 @@ from slime_cua.config.run import RunConfig
 from slime_cua.convert import read_config, routing_shape
 from slime_cua.core.actions import Action
 from slime_cua.core.errors import ConfigError
+from slime_cua.core.startup import heavy_imports
 from slime_cua.core.types import Episode, EpisodeGroup, Task
 from slime_cua.data.episodes import EpisodeStore, OpenGroups
 from slime_cua.data.images import ImageStore, Needs
@@ -64,7 +67,11 @@ class RolloutActor:
         rollout = self.config.rollout
         self.images = ImageStore(self.run_dir / "images", rollout.max_image_bytes, self._needs)
         space = ActionSpace.from_config(rollout.action_space)
-        self.renderer = Renderer.from_config(hf_dir, rollout.renderer, space)
+        with (
+            heavy_imports(),
+            contextlib.nullcontext() if runs_own_code(rollout) else transformers_without_torch(),
+        ):
+            self.renderer = Renderer.from_config(hf_dir, rollout.renderer, space)
         self.desktops = GatewayDesktops(
             gateway_url, token, self.config.sandbox, is_blind=self.config.evaluation.is_image_blank
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 import math
 import sys
@@ -13,6 +14,7 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 from sandbox_cluster.cluster import LocalCluster
+from sandbox_cluster.host.pool import MIN_FREE_DISK_BYTES
 from sandbox_cluster.providers.preflight import check_machine
 from slime_cua.config.run import RunConfig
 from slime_cua.config.trainer import OptimizerConfig
@@ -24,7 +26,14 @@ from slime_cua.launch.engines import make_fleet
 from slime_cua.launch.failures import explained
 from slime_cua.launch.faults import FaultLog
 from slime_cua.launch.guardian import Guardian
-from slime_cua.launch.preflight import check_disk, check_gateway, check_inputs, check_room
+from slime_cua.launch.preflight import (
+    LEAST_BYTES,
+    check_disk,
+    check_gateway,
+    check_inputs,
+    check_room,
+    host_complaints,
+)
 from slime_cua.launch.ray_runtime import end_actor, explain_loss, ray_runtime
 from slime_cua.launch.run_dir import RunDir
 from slime_cua.launch.run_state import RunState, SftState
@@ -36,6 +45,8 @@ from slime_cua.trainer.publish_ways import PublishPlan
 
 T = TypeVar("T")
 POLL_S = 1.0
+LOOK_S = 20.0
+"""When no episode has ended for so long, what the hosts complain of is shown."""
 STALL_MARGIN_S = 60.0
 """Beyond its deadlines an episode needs time to notice them and to give its desktop back."""
 
@@ -188,14 +199,22 @@ class Session:
             self.config.sandbox.acquire_timeout_s + self.config.rollout.episode_timeout_s + STALL_MARGIN_S
         )
         num_before, moved = -1, time.monotonic()
+        looked, told = moved, ""
         while not ray.wait([call], timeout=POLL_S)[0]:
             done, total, num_ended = self._ask(self._rollout.progress.remote(), timeout_s)
             self.console.progress(f"{what}: {done} of {total}" if total else what)
             self._check_parts()
-            check_room(self.run.path)
+            check_room(self.run.path, MIN_FREE_DISK_BYTES if self._cluster is not None else LEAST_BYTES)
             meanwhile()
             if num_ended != num_before:
                 num_before, moved = num_ended, time.monotonic()
+                looked = moved
+            elif time.monotonic() - looked > LOOK_S:
+                looked = time.monotonic()
+                complaints = host_complaints(*self._gateway)
+                if complaints and complaints != told:
+                    told = complaints
+                    self.console.say(f"{what}: no desktop comes free; hosts say: {complaints}")
             elif time.monotonic() - moved > limit_s:
                 raise InfrastructureError(
                     f"no episode ended within {limit_s:.0f} s (sandbox.acquire_timeout_s + rollout.episode_timeout_s): "
@@ -384,6 +403,10 @@ def evenly(tasks: Sequence[Task], count: int = 0) -> list[Task]:
 
 
 def _has_gpu() -> bool:
+    try:
+        ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return False  # no driver; torch, which would say the same, takes seconds to import
     import torch
 
     return torch.cuda.is_available()

@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING, Any
 from slime_cua.config.trainer import TrainerConfig
 from slime_cua.core.errors import EngineError, InfrastructureError, SlimeCuaError
 from slime_cua.core.ports import free_port
+from slime_cua.core.startup import heavy_imports
 from slime_cua.launch.ray_runtime import end_actor, explain_loss
 from slime_cua.trainer import progress
 from slime_cua.trainer.publish_ways import PublishPlan, make_publisher
 
 if TYPE_CHECKING:
-    from slime_cua.trainer.publisher import PublishReport
+    from slime_cua.trainer.publish_report import PublishReport
 
 DEATH_NEWS_S = 5.0
 """Ray needs a moment to see that a process is gone."""
@@ -64,8 +65,11 @@ class TrainerActor:
     def initialise(self, world_size: int, address: tuple[str, int]) -> None:
         self._address = address[0]
         progress.mark("joining the other ranks")
-        from slime_cua.trainer.rank import TrainerRank
+        with heavy_imports():
+            import megatron_patches
+            from slime_cua.trainer.rank import TrainerRank
 
+            megatron_patches.apply()
         self._trainer = TrainerRank(
             self._config,
             rank=self._rank,

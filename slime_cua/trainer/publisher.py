@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -24,6 +23,7 @@ from slime_cua.convert.weight_stream import (
     dtype_name,
 )
 from slime_cua.core.ports import free_port
+from slime_cua.trainer.publish_report import PublishReport
 from slime_cua.trainer.publish_round import PublishRound, Sent, write_version
 from slime_cua.trainer.shared_tensors import in_one_buffer, shared_payload
 
@@ -33,25 +33,6 @@ FLUSH_TIMEOUT_S = 10.0
 """A server that overlaps its steps has one in flight when the last aborted request was answered, and refuses to flush at once."""
 PROBE_IDS = tuple(range(24, 64))
 """A prompt of our own: after an update its first request must find nothing in the prefix cache."""
-
-
-@dataclass(frozen=True)
-class PublishReport:
-    """What one publish did."""
-
-    version: int
-    num_tensors: int
-    num_bytes: int
-    checksum: str
-    engines: tuple[str, ...]
-    """URLs that serve the new version."""
-    failures: Mapping[str, str]
-    """URL -> phase and reason. These engines are paused or gone, and serve nothing."""
-    seconds: Mapping[str, float]
-    """Per phase: write (where a folder is made), pause, flush, transfer, check, version, continue, probe; `paused` is the time from the
-    first pause to the last continue."""
-    folder: Path | None = None
-    """Checkpoint folder of this version, when the way makes one."""
 
 
 class WeightPublisher(Protocol):
