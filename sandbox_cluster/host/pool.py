@@ -18,6 +18,8 @@ from sandbox_cluster.providers.desktop import Desktop
 from sandbox_cluster.serving import event
 from slime_cua.core.errors import SandboxError
 
+MIN_FREE_DISK_BYTES = 200 << 20
+"""With less free on the disk of its state a host boots no desktop."""
 HEALTH_WINDOW = 5
 HEALTH_FAILURES = 3
 """So many failed looks of the last HEALTH_WINDOW make a desktop unhealthy: one missed answer does not."""
@@ -85,7 +87,7 @@ class Pool:
         *,
         health_interval_s: float = 5.0,
         look_timeout_s: float = 10.0,
-        min_free_disk_bytes: int = 200 << 20,
+        min_free_disk_bytes: int = MIN_FREE_DISK_BYTES,
         min_free_memory_bytes: int = 256 << 20,
         disk: Path = Path("/tmp"),
     ) -> None:

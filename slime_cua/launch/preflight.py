@@ -112,16 +112,36 @@ def check_disk(run_dir: Path, model: Path) -> None:
         )
 
 
-def check_room(run_dir: Path) -> None:
-    """InfrastructureError when the disk of a run that is at work is full.
+def check_room(run_dir: Path, least_bytes: int = LEAST_BYTES) -> None:
+    """InfrastructureError when the disk of a run that is at work has less than `least_bytes` free.
 
-    Looked at while it runs: what writes there (gateway, store, screenshots) would fail one retry after the other.
+    Looked at while it runs: what writes there (gateway, store, screenshots) would fail one retry after the other, and a host
+    that keeps its state there would boot no desktop while everybody waits for one.
     """
     free = shutil.disk_usage(run_dir).free
-    if free < LEAST_BYTES:
+    if free < least_bytes:
         raise InfrastructureError(
-            f"no space is left on the disk of {run_dir} ({free >> 20} MiB): free some, then the same command continues the run"
+            f"no space is left on the disk of {run_dir} ({free >> 20} MiB free, {least_bytes >> 20} needed to go on): free some, "
+            "then the same command continues the run"
         )
+
+
+def host_complaints(url: str, token: str) -> str:
+    """Why hosts with a free slot have no desktop ready, as they last said; empty when there is none, or nobody answers at once."""
+    import httpx
+
+    try:
+        reply = httpx.get(
+            f"{url.rstrip('/')}/v1/hosts",
+            headers={"Authorization": f"Bearer {token}"},
+            timeout=2.0,
+            trust_env=False,
+        )
+        hosts = reply.raise_for_status().json()
+        short = [host for host in hosts if not host["num_ready"] and host["num_leased"] < host["num_slots"]]
+        return "; ".join(f"{host['host_id']}: {host['last_error']}" for host in short if host["last_error"])
+    except (httpx.HTTPError, ValueError, KeyError, TypeError):
+        return ""
 
 
 def num_parameters(model: Path) -> int:

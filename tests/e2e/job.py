@@ -143,8 +143,8 @@ class Job:
         else:
             self.process.send_signal(number)
 
-    def wait(self, timeout_s: float = 600.0) -> int:
-        """The exit code; fails, with everything ended, when there is none in time."""
+    def wait(self, timeout_s: float = 400.0) -> int:
+        """The exit code; fails, with everything ended, when there is none in time (before pytest's own limit, which shows nothing)."""
         assert self.process is not None
         try:
             return self.process.wait(timeout_s)
