@@ -40,6 +40,8 @@ class PackedBatch:
     """int64; 0..S-1, and S for padding rows."""
     step_id_T: np.ndarray
     """int64; 0..K-1 numbered over the micro-batch where trained, else -1."""
+    sees_image_T: np.ndarray
+    """bool; an image stands in the segment up to row t: what row t predicts is conditioned on it."""
     step_type_K: np.ndarray
     """int64; index into STEP_TYPES."""
     advantage_S: np.ndarray
@@ -126,6 +128,7 @@ def empty_batch(num_padding: int = 0, pad_id: int = 0) -> PackedBatch:
         version_T=np.full(num_padding, NOT_SAMPLED, dtype=np.int32),
         segment_id_T=np.zeros(num_padding, dtype=np.int64),
         step_id_T=integers.copy(),
+        sees_image_T=np.zeros(num_padding, dtype=bool),
         step_type_K=np.zeros(0, dtype=np.int64),
         advantage_S=np.zeros(0, dtype=np.float32),
         sample_weight_S=np.zeros(0, dtype=np.float32),

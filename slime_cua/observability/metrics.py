@@ -78,6 +78,12 @@ METRICS: tuple[Metric, ...] = (
     Metric("gap/logp_abs_mean", "nats", "mean |log-prob engine - trainer| on tokens of the current version"),
     Metric("gap/logp_abs_p99", "nats", "99th percentile of the same"),
     Metric(
+        "gap/logp_abs_mean/*",
+        "nats",
+        "the mean by action type, and for tokens after an image (image) or none (text)",
+    ),
+    Metric("gap/logp_abs_p99/*", "nats", "the percentile by the same kinds"),
+    Metric(
         "canary/gap/*",
         "nats",
         "mean |log-prob engine - trainer| on fixed prompts: text, image; where checked",

@@ -5,11 +5,12 @@ Names are those of slime_cua.observability.metrics: loss/... for reinforcement l
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 
 from slime_cua.algo.losses import LossInputs
 from slime_cua.data.batch import STEP_TYPES, PackedBatch, PackedStep
-from slime_cua.trainer.gap import NUM_EDGES, gap_metrics, gap_sums
+from slime_cua.trainer.gap import SIGHTS, gap_metrics, gap_sums
 from slime_cua.trainer.routing import load_metrics
 from slime_cua.trainer.runtime import Layout, add_dicts
 
@@ -84,8 +85,8 @@ def named_metrics(
         metrics["loss/kl"] = values.get("log_ratio_old_new", 0.0) / rows
         metrics["loss/entropy"] = values.get("entropy_sum", 0.0) / rows
         metrics.update(_ratio_means(values))
-        bins = [values.get(f"gap_bins/{place}", 0.0) for place in range(NUM_EDGES + 1)]
-        metrics.update(gap_metrics(values.get("gap_count", 0.0), values.get("gap_sum", 0.0), bins))
+        for name in ("", *STEP_TYPES, *SIGHTS):
+            metrics.update(gap_metrics(values, name))
         if values.get("lost"):
             metrics["loss/old_from_engine_share"] = values["lost"] / rows
     return metrics
@@ -95,7 +96,12 @@ def _gap(inputs: LossInputs, packed: PackedBatch, version: int) -> dict[str, tor
     rows = packed.is_trained_T
     device = inputs.logp_T.device
     engine_R = torch.from_numpy(packed.old_logp_T[rows]).to(device)
-    return gap_sums(engine_R, inputs.logp_T, torch.from_numpy(packed.version_T[rows] == version).to(device))
+    kinds = (
+        (STEP_TYPES, torch.from_numpy(packed.step_type_K[packed.step_id_T[rows]])),
+        (SIGHTS, torch.from_numpy(packed.sees_image_T[rows].astype(np.int64))),
+    )
+    is_current_R = torch.from_numpy(packed.version_T[rows] == version).to(device)
+    return gap_sums(engine_R, inputs.logp_T, is_current_R, kinds)
 
 
 def _ratio_means(values: dict[str, float]) -> dict[str, float]:

@@ -17,10 +17,10 @@ from safetensors.torch import load_file
 from slime_cua.config.algo import LossConfig
 from slime_cua.config.trainer import OptimizerConfig, ParallelConfig, TrainerConfig
 from slime_cua.core.errors import ConfigError, DataError
-from slime_cua.trainer.gap import NUM_EDGES, gap_metrics, gap_sums
+from slime_cua.trainer.gap import gap_metrics, gap_sums
 from slime_cua.trainer.group import LocalTrainerGroup
 from tests.numerics.tiny_models import make_qwen35
-from tests.numerics.trainer_cases import make_samples
+from tests.numerics.trainer_cases import IMAGE_TOKEN, make_samples
 
 SAMPLES, STORE = make_samples()
 WIDE = {"eps_low": 0.9, "eps_high": 0.9}
@@ -71,6 +71,18 @@ def step(trainer: LocalTrainerGroup, section: LossConfig, **options) -> dict[str
     return trainer.call("train_step", SAMPLES, STORE, "gspo", section=section, **options)
 
 
+def kinds_of_tokens() -> dict[str, np.ndarray]:
+    """Of every trained token, in the samples' order: its action's type, and whether an image stands before it."""
+    tokens = [
+        (s.segment.step_types[step], IMAGE_TOKEN in s.segment.token_ids[:place])
+        for s in SAMPLES
+        for place, step in enumerate(s.segment.step_of_token)
+        if step >= 0
+    ]
+    types, sees = np.array([kind for kind, _ in tokens]), np.array([seen for _, seen in tokens])
+    return {"gui": types == "gui", "code": types == "code", "image": sees, "text": ~sees}
+
+
 def test_engine_ratio_and_the_gap_on_tokens_of_the_current_version(trainer: LocalTrainerGroup) -> None:
     now, engine = trainer.call("logprobs", SAMPLES, STORE), engine_logp()
     metrics = step(trainer, LossConfig(**WIDE), policy_version=0)
@@ -83,6 +95,12 @@ def test_engine_ratio_and_the_gap_on_tokens_of_the_current_version(trainer: Loca
     assert metrics["gap/logp_abs_p99"] == pytest.approx(
         np.sort(gaps)[math.ceil(0.99 * len(gaps)) - 1], rel=0.06
     )
+    for kind, has_kind in kinds_of_tokens().items():
+        assert metrics[f"gap/logp_abs_mean/{kind}"] == pytest.approx(gaps[has_kind].mean(), rel=1e-5), kind
+        assert metrics[f"gap/logp_abs_p99/{kind}"] == pytest.approx(
+            np.sort(gaps[has_kind])[math.ceil(0.99 * has_kind.sum()) - 1], rel=0.06
+        )
+    assert "gap/logp_abs_mean/mcp" not in metrics
     later = step(trainer, LossConfig(**WIDE), policy_version=1)
     assert "gap/logp_abs_mean" not in later  # every token is of version 0
 
@@ -200,7 +218,33 @@ def test_the_gap_adds_over_ranks_and_its_percentile_is_within_six_per_cent() -> 
     parts = [gap_sums(gaps[rows], zero[rows], is_current[rows]) for rows in (slice(0, 7), slice(7, None))]
     for name, value in whole.items():
         torch.testing.assert_close(parts[0][name] + parts[1][name], value)
-    found = gap_metrics(5000, float(whole["gap_sum"]), whole["gap_bins"].tolist())
+    found = gap_metrics(flat(whole))
     assert found["gap/logp_abs_mean"] == pytest.approx(float(gaps.mean()))
     assert found["gap/logp_abs_p99"] == pytest.approx(float(gaps.sort().values[4949]), rel=0.06)
-    assert gap_metrics(0, 0.0, [0.0] * (NUM_EDGES + 1)) == {}
+    assert gap_metrics({}) == {}
+
+
+def flat(sums: dict[str, torch.Tensor]) -> dict[str, float]:
+    """As a step reports them: each bin by its place."""
+    found = {name: float(value) for name, value in sums.items() if value.dim() == 0}
+    for name, value in sums.items():
+        if value.dim():
+            found |= {f"{name}/{place}": number for place, number in enumerate(value.tolist())}
+    return found
+
+
+def test_the_gap_of_each_kind_is_over_its_own_current_tokens() -> None:
+    gaps = torch.tensor([0.1, 0.2, 0.4, 0.8, 5.0], dtype=torch.float64)
+    is_current = torch.tensor([True, True, True, True, False])
+    kind = torch.tensor([0, 1, 1, 0, 1])
+    found = gap_sums(
+        gaps, torch.zeros(5), is_current, [(("gui", "code", "mcp"), kind), (("text", "image"), 1 - kind)]
+    )
+    for name in ("gui", "image"):
+        assert gap_metrics(flat(found), name) == {
+            f"gap/logp_abs_mean/{name}": pytest.approx(0.45),
+            f"gap/logp_abs_p99/{name}": pytest.approx(0.8, rel=0.06),
+        }
+    for name in ("code", "text"):
+        assert gap_metrics(flat(found), name)[f"gap/logp_abs_mean/{name}"] == pytest.approx(0.3)
+    assert gap_metrics(flat(found), "mcp") == {}

@@ -69,6 +69,7 @@ def test_streams_are_expanded_and_shifted_onto_the_rows_that_predict_them():
     assert batch.old_logp_T.tolist() == [0, 0, 0, -0.5, -0.5, 0, 0, -1.5, 0]
     assert batch.version_T.tolist() == [-1, -1, -1, 0, 0, -1, -1, 1, -1]
     assert batch.step_id_T.tolist() == [-1, -1, -1, 0, 0, -1, -1, 1, -1]
+    assert batch.sees_image_T.tolist() == [False, False, True, True, True, True, True, True, True]
     assert [STEP_TYPES[i] for i in batch.step_type_K] == ["gui", "code"]
     assert batch.cu_seqlens.tolist() == [0, 9] and batch.max_seqlen == 9
     assert batch.num_trained == 3 and oldest_version(batch) == 0
@@ -81,6 +82,9 @@ def test_segments_follow_each_other_and_steps_are_numbered_over_the_batch():
     assert batch.segment_names == ("a", "b")
     assert batch.cu_seqlens.tolist() == [0, 9, 18]
     assert batch.segment_id_T.tolist() == [0] * 9 + [1] * 9
+    assert batch.sees_image_T.tolist() == 2 * ([False] * 2 + [True] * 7), (
+        "an image is of its own segment only"
+    )
     assert batch.step_id_T[batch.is_trained_T].tolist() == [0, 0, 1, 2, 2, 3]
     assert batch.advantage_S.tolist() == [1, -1] and batch.sample_weight_S.tolist() == [1, 0.5]
     assert batch.target_T[8] == -1 and not batch.is_trained_T[8]
