@@ -158,6 +158,7 @@ class _Item:
     old_logp_T: np.ndarray
     version_T: np.ndarray
     step_T: np.ndarray
+    sees_image_T: np.ndarray
     cost: float
 
     @property
@@ -205,6 +206,7 @@ def _expand(sample: TrainSample, images: ImageProcessorConfig, model: CostModel,
         old_logp_T=np.where(rows_T, logp_T, np.float32(0.0)),
         version_T=np.where(rows_T, version_T, np.int32(NOT_SAMPLED)),
         step_T=np.where(rows_T, step_T, NOT_SAMPLED),
+        sees_image_T=np.cumsum(np.repeat(is_image, repeats)) > 0,
         cost=model.cost(len(ids_T), int(repeats[is_image].sum()), int(trained_T.sum())),
     )
 
@@ -269,6 +271,7 @@ def _build(items: list[_Item], pad_multiple: int, pad_id: int) -> PackedBatch:
         version_T=np.concatenate([*(item.version_T for item in items), padding.version_T]),
         segment_id_T=np.repeat(np.arange(len(items) + 1), [*lengths, num_padding]),
         step_id_T=np.concatenate([*steps, padding.step_id_T]),
+        sees_image_T=np.concatenate([*(item.sees_image_T for item in items), padding.sees_image_T]),
         step_type_K=np.asarray(types, dtype=np.int64),
         advantage_S=np.asarray([item.sample.advantage for item in items], dtype=np.float32),
         sample_weight_S=np.asarray([item.sample.sample_weight for item in items], dtype=np.float32),
