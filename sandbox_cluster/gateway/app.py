@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.responses import Response
-from fastapi.routing import APIRoute
 from pydantic import BaseModel
 
 from sandbox_cluster import api
@@ -24,7 +23,7 @@ from sandbox_cluster.gateway.passthrough import PassThrough
 from sandbox_cluster.gateway.services import Services
 from sandbox_cluster.gateway.state import LeaseRecord, State
 from sandbox_cluster.gateway.upstream import Upstream
-from sandbox_cluster.serving import Tokens, event, install_errors, wait_disconnect
+from sandbox_cluster.serving import LeaseRoute, Tokens, event, install_errors, wait_disconnect
 
 MAX_TALK_BYTES = 1 << 20
 """Of what asks for a lease, or what a host says of itself."""
@@ -169,17 +168,6 @@ def _lease_routes(app: FastAPI, gateway: Gateway, pass_through: PassThrough) -> 
         return leases.body(lease)
 
 
-class _CallRoute(APIRoute):
-    """A route whose endpoint reads the request itself: nothing is left to be made of signatures at each call."""
-
-    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        async def handle(request: Request) -> Response:
-            reply: Response = await self.endpoint(request, request.path_params["lease_id"])
-            return reply
-
-        return handle
-
-
 def _call_routes(app: FastAPI, gateway: Gateway) -> None:
     def add(
         name: str, method: str, body: type[BaseModel] | None, reply: type[BaseModel] | None, default_s: float
@@ -196,7 +184,7 @@ def _call_routes(app: FastAPI, gateway: Gateway) -> None:
             responses={200: {"model": reply}} if reply else None,
             response_class=Response,
             openapi_extra=_takes(body) if body else None,
-            route_class_override=_CallRoute,
+            route_class_override=LeaseRoute,
         )
 
     for name, (method, body, reply, default_s) in _CALLS.items():

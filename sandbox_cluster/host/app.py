@@ -11,12 +11,12 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from sandbox_cluster import api, relay
-from sandbox_cluster.bodies import Gate, declared_bytes
+from sandbox_cluster.bodies import Gate, declared_bytes, parsed
 from sandbox_cluster.deadlines import DEADLINE_HEADER, given, tighter
 from sandbox_cluster.errors import ApiError, to_api
 from sandbox_cluster.host.bindings import Bindings
 from sandbox_cluster.host.work import Work
-from sandbox_cluster.serving import Tokens, error_response, install_errors
+from sandbox_cluster.serving import LeaseRoute, Tokens, error_response, install_errors
 from sandbox_cluster.wire import open_websocket
 
 _SCOPE = ("type", "asgi", "http_version", "method", "scheme", "query_string", "headers", "client", "server")
@@ -43,7 +43,7 @@ def create_app(bindings: Bindings, work: Work, tokens: Tokens, max_body_bytes: i
         bindings.unbind(lease_id)
         return Response(status_code=204)
 
-    _action_routes(app, bindings)
+    _action_routes(app, bindings, max_body_bytes)
     _work_routes(app, bindings, work)
     guest = _PassThrough(bindings, work)
     app.router.routes.append(Route("/v1/leases/{lease_id}/server/{path:path}", guest))
@@ -55,14 +55,14 @@ def _deadline_s(request: Request, default_s: float) -> float:
     return tighter(given(request.headers.get(DEADLINE_HEADER), default_s))
 
 
-def _action_routes(app: FastAPI, bindings: Bindings) -> None:
-    @app.post("/v1/leases/{lease_id}/step", response_class=Response)
-    async def step(request: Request, lease_id: str, body: api.StepRequest) -> Response:
+def _action_routes(app: FastAPI, bindings: Bindings, max_body_bytes: int) -> None:
+    async def step(request: Request, lease_id: str) -> Response:
+        body = await parsed(request, api.StepRequest, max_body_bytes)
         reply = await bindings.step(lease_id, body, _deadline_s(request, 30.0))
         return Response(reply.model_dump_json(), media_type="application/json")
 
-    @app.post("/v1/leases/{lease_id}/execute", response_class=Response)
-    async def execute(request: Request, lease_id: str, body: api.ExecuteRequest) -> Response:
+    async def execute(request: Request, lease_id: str) -> Response:
+        body = await parsed(request, api.ExecuteRequest, max_body_bytes)
         limit_s = _deadline_s(request, body.timeout_s + 10.0)
         if body.timeout_s >= limit_s:
             raise ApiError(
@@ -73,12 +73,15 @@ def _action_routes(app: FastAPI, bindings: Bindings) -> None:
         reply = await bindings.execute(lease_id, body, limit_s)
         return Response(reply.model_dump_json(), media_type="application/json")
 
-    @app.get("/v1/leases/{lease_id}/screenshot", response_class=Response)
     async def screenshot(request: Request, lease_id: str) -> Response:
         _, watched = bindings.get(lease_id)
         async with asyncio.timeout(_deadline_s(request, 20.0)):
             capture = await watched.desktop.screenshot()
         return Response(capture.png, media_type="image/png", headers={"etag": capture.sha256})
+
+    for call, method in ((step, "POST"), (execute, "POST"), (screenshot, "GET")):
+        path = f"/v1/leases/{{lease_id}}/{call.__name__}"
+        app.router.add_api_route(path, call, methods=[method], route_class_override=LeaseRoute)
 
     @app.post("/v1/leases/{lease_id}/reset", response_model=api.BindReply)
     async def reset(request: Request, lease_id: str) -> api.BindReply:
