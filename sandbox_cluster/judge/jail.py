@@ -13,6 +13,7 @@ import math
 import os
 import shlex
 import shutil
+import signal
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -216,8 +217,9 @@ class _Watch:
             loop.remove_reader(self._pipe)
             is_late = self._process.returncode is None
             if is_late:
+                # The group, not the outer process alone: until all is mounted the inner one does not die with it.
                 with contextlib.suppress(ProcessLookupError):
-                    self._process.kill()
+                    os.killpg(self._process.pid, signal.SIGKILL)
             ends[1].cancel()
             await asyncio.shield(ends[0])
         await self._tree_gone()

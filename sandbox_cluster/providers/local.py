@@ -218,8 +218,9 @@ class LocalProvider:
 
 def _kill(process: subprocess.Popen[bytes]) -> None:
     if process.poll() is None:
+        # The group, not the outer process alone: until all is mounted the inner one does not die with it.
         with contextlib.suppress(ProcessLookupError):
-            process.send_signal(signal.SIGKILL)
+            os.killpg(process.pid, signal.SIGKILL)
     with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(KILL_TIMEOUT_S)
 

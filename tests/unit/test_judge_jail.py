@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import os
 import shutil
+import signal
 import time
 from pathlib import Path
 
@@ -106,6 +109,29 @@ async def test_a_fork_bomb_through_libc_leaves_no_process() -> None:
     assert not [pid for pid in _processes() if _name(pid) == mark and not _has_ended(pid)]
 
 
+async def test_a_judge_that_is_killed_while_its_jail_is_made_leaves_no_process() -> None:
+    """bubblewrap's inner process asks to die with the outer one only when all is mounted. It is stopped before that."""
+    stopped: list[int] = []
+
+    def stop_inner() -> None:
+        end = time.monotonic() + 20
+        while not stopped and time.monotonic() < end:
+            stopped.extend(inner for outer in _children(os.getpid()) for inner in _children(outer))
+        for pid in stopped:
+            os.kill(pid, signal.SIGSTOP)
+
+    watching = asyncio.create_task(asyncio.to_thread(stop_inner))
+    try:
+        verdict = await judge("while True: pass", timeout_s=2.0)
+        await watching
+        assert verdict.score is None
+        assert stopped and all(_has_ended(pid) for pid in stopped)
+    finally:
+        for pid in stopped:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+
 async def test_a_judge_that_leaves_without_an_answer_is_invalid() -> None:
     verdict = await judge("import os\nos._exit(0)")
     assert verdict.score is None and "without an answer" in str(verdict.reason)
@@ -185,6 +211,14 @@ def _num_descriptors() -> int:
 
 def _processes() -> list[int]:
     return [int(one.name) for one in Path("/proc").iterdir() if one.name.isdigit()]
+
+
+def _children(pid: int) -> list[int]:
+    found: list[int] = []
+    for children in Path(f"/proc/{pid}/task").glob("*/children"):
+        with contextlib.suppress(OSError):
+            found += map(int, children.read_text().split())
+    return found
 
 
 def _has_ended(pid: int) -> bool:
