@@ -13,6 +13,7 @@ import struct
 from slime_cua.core.errors import SandboxError
 
 MAX_REPLY_BYTES = 1 << 20
+ANSWER_S = 5.0
 _MOTION, _BUTTON, _KEY = 6, 4, 2
 ATOM_CARDINAL, ATOM_STRING, ATOM_WINDOW = 6, 31, 33
 
@@ -20,7 +21,7 @@ ATOM_CARDINAL, ATOM_STRING, ATOM_WINDOW = 6, 31, 33
 class XConnection:
     """One connection. Blocking; use it from one thread at a time."""
 
-    def __init__(self, connection: socket.socket, timeout_s: float = 5.0) -> None:
+    def __init__(self, connection: socket.socket, timeout_s: float = ANSWER_S) -> None:
         self._socket = connection
         self._socket.settimeout(timeout_s)
         self._sequence = 0
@@ -30,6 +31,10 @@ class XConnection:
 
     def close(self) -> None:
         self._socket.close()
+
+    def be_patient(self, timeout_s: float) -> None:
+        """Wait so long for each answer from now on."""
+        self._socket.settimeout(timeout_s)
 
     # input
 

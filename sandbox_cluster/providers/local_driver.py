@@ -17,7 +17,7 @@ from sandbox_cluster.guest.home import WM_CONFIG, home_files, x_resources
 from sandbox_cluster.guest.link import AgentLink, read_memory_file, socket_of
 from sandbox_cluster.guest.player import Player
 from sandbox_cluster.guest.screen import Framebuffer
-from sandbox_cluster.guest.x11 import XConnection
+from sandbox_cluster.guest.x11 import ANSWER_S, XConnection
 from sandbox_cluster.providers.base import DEFAULT_FILE_BYTES, Capture, Command
 from slime_cua.config.sandbox import DesktopConfig
 from slime_cua.core.errors import SandboxError
@@ -84,6 +84,7 @@ class LocalDriver:
         unpacked, _ = await asyncio.gather(ask("unpack", {"entries": entries}, wait_s, data), self._start_x())
         unpacked.close()
         await self._start_window_manager()
+        self._parts_needed()[0].be_patient(ANSWER_S)
         if self._config.accessibility:
             await self._start_accessibility()
 
@@ -108,10 +109,11 @@ class LocalDriver:
         with await self._link.ask("start_x", {}, self._config.boot_timeout_s) as answer:
             connection = socket_of(answer.take())
             self._screen = Framebuffer(answer.take(), self.screen_wh_px)
-        await self._connect_x(connection)
+        await self._connect_x(connection, self._config.boot_timeout_s)
 
-    async def _connect_x(self, connection: socket.socket) -> None:
-        self._x = await self._workers.wait_for(XConnection, connection)
+    async def _connect_x(self, connection: socket.socket, answer_s: float = ANSWER_S) -> None:
+        """answer_s: a boot has one deadline for all; a server that many boots hold up is slow and not dead."""
+        self._x = await self._workers.wait_for(XConnection, connection, answer_s)
         self._player = await self._workers.wait_for(self._dress)
 
     async def _clear(self) -> None:

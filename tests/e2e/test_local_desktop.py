@@ -111,6 +111,19 @@ async def test_a_changing_screen_is_not_settled_and_the_wait_is_bounded(desktop:
     assert 4 <= time.monotonic() - started < 30
 
 
+@pytest.mark.parametrize("is_moving", [False, True])
+async def test_quiet_and_most_of_one_length_are_a_fixed_pause_as_osworld_takes_it(
+    desktop: Desktop, is_moving: bool
+) -> None:
+    if is_moving:
+        await desktop.launch(["xterm", "-T", "Clock", "-e", "while :; do date +%N; sleep 0.01; done"])
+        await window(desktop, "Clock")
+    started = time.monotonic()
+    capture = await do(desktop, settle=Settle(quiet_ms=1000, max_ms=1000))
+    assert capture.time_s - time.time() + time.monotonic() >= started + 1
+    assert time.monotonic() - started < 30
+
+
 async def test_a_timeout_ends_the_program_and_all_that_it_started(desktop: Desktop) -> None:
     reply = await code(desktop, "sleep 1000 & (sleep 1000 &) ; setsid sleep 1000 & sleep 1000", timeout_s=0.5)
     assert reply.is_timeout

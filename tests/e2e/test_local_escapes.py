@@ -7,6 +7,7 @@ import contextlib
 import os
 import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,9 +15,11 @@ import pytest
 from sandbox_cluster.api import EvaluateRequest, Settle
 from sandbox_cluster.guest.events import Button, Move
 from sandbox_cluster.guest.server import create_app
+from sandbox_cluster.guest.x11 import ANSWER_S
 from sandbox_cluster.judge.evaluate import evaluate
 from sandbox_cluster.judge.jail import Jail
 from sandbox_cluster.providers.desktop import Desktop
+from sandbox_cluster.providers.local import LocalProvider
 from sandbox_cluster.tasks.setup import Setup
 from slime_cua.core.actions import GuiAction
 from slime_cua.core.errors import SandboxError
@@ -90,6 +93,23 @@ async def test_an_x_server_that_stands_still_is_an_error_in_bounded_time(desktop
     with pytest.raises(SandboxError, match="X server"):
         await desktop.play([Move(5, 5), Button(1, True)], Settle())
     assert time.monotonic() - started < 30
+
+
+@needs_root
+async def test_a_boot_waits_for_a_slow_x_server_as_long_as_a_boot_may_take(
+    make: Callable[..., LocalProvider],
+) -> None:
+    booting = asyncio.create_task(make().boot(3))
+    manager = None
+    while manager is None and not booting.done():
+        with contextlib.suppress(AssertionError):
+            manager = process_of(FIRST_UID + 3, "openbox")
+        await asyncio.sleep(0.005)
+    server = process_of(FIRST_UID + 3, "Xvfb")
+    os.kill(server, signal.SIGSTOP)
+    await asyncio.sleep(ANSWER_S + 1)
+    os.kill(server, signal.SIGCONT)
+    assert (await booting).boot_s > ANSWER_S
 
 
 @needs_root
