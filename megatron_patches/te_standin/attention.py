@@ -1,4 +1,4 @@
-"""DotProductAttention over torch's SDPA: sbhd, bshd and packed thd.
+"""DotProductAttention over torch's SDPA: sbhd, bshd and packed thd, thd also with the sequences cut over ranks.
 
 Legend: T packed tokens, N query heads, G key/value heads, D head width, B sequences, L tokens of a sequence.
 """
@@ -6,11 +6,13 @@ Legend: T packed tokens, N query heads, G key/value heads, D head width, B seque
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 
 UNLIMITED = (-1, -1)
@@ -19,12 +21,13 @@ UNLIMITED = (-1, -1)
 class DotProductAttention(torch.nn.Module):
     """softmax(q k^T scale + bias) v with causal, padding and arbitrary masks, windows and grouped queries.
 
-    Packed sequences never see each other. Pads (cu_seqlens_*_padded) give zero rows.
+    Packed sequences never see each other. Pads (cu_seqlens_*_padded) give zero rows. cp_group: each packed sequence is 2 N chunks
+    of one length for N ranks, and rank r has chunks r and 2 N - 1 - r of it; cu_seqlens are those of whole sequences.
     """
 
     def __init__(self, num_attention_heads: int, kv_channels: Any, **options: Any) -> None:
         super().__init__()
-        for name, plain in (("softmax_type", "vanilla"), ("return_max_logit", False), ("cp_group", None)):
+        for name, plain in (("softmax_type", "vanilla"), ("return_max_logit", False)):
             if options.get(name, plain) != plain:
                 raise NotImplementedError(f"{name}={options[name]!r} needs the real transformer_engine")
         width = kv_channels if isinstance(kv_channels, int) else kv_channels[0]
@@ -35,10 +38,10 @@ class DotProductAttention(torch.nn.Module):
         self.attn_mask_type = options.get("attn_mask_type", "causal")
         self.window_size = options.get("window_size")
         self._rng: Callable[[], Any] | None = options.get("get_rng_state_tracker")
+        self._cp_group = options.get("cp_group")
 
     def set_context_parallel_group(self, cp_group: Any, *ignored: Any) -> None:
-        if cp_group is not None:
-            raise NotImplementedError("context parallel attention needs the real transformer_engine")
+        self._cp_group = cp_group
 
     def forward(
         self,
@@ -55,6 +58,12 @@ class DotProductAttention(torch.nn.Module):
         layout, mask_type = qkv_format or self.qkv_format, attn_mask_type or self.attn_mask_type
         is_causal, is_bottom_right = "causal" in mask_type, "bottom_right" in mask_type
         window = tuple(window_size if window_size is not None else self.window_size or UNLIMITED)
+        if self._cp_group is not None and dist.get_world_size(self._cp_group) > 1:
+            if layout != "thd" or not is_causal or window != UNLIMITED:
+                raise NotImplementedError(
+                    "context parallel attention here is causal, packed, without a window"
+                )
+            return self._cut(q, k, v, packed["cu_seqlens_q"].tolist())
         if layout == "thd":
             return self._packed(q, k, v, is_causal, is_bottom_right, window, packed)
         to_heads = (1, 2, 0, 3) if layout == "sbhd" else (0, 2, 1, 3)
@@ -98,6 +107,25 @@ class DotProductAttention(torch.nn.Module):
             return _varlen(q_TND, k_TGD, v_TGD, packed, is_causal, self.scale)
         bounds = [x.tolist() for x in (cu_q, cu_kv, start_q, start_kv)]
         return self._one_by_one(q_TND, k_TGD, v_TGD, bounds, options)
+
+    def _cut(
+        self, q_LND: torch.Tensor, k_LGD: torch.Tensor, v_LGD: torch.Tensor, ends: list[int]
+    ) -> torch.Tensor:
+        """Of this rank's queries; keys and values of all ranks are gathered. L: tokens of this rank."""
+        num, rank = dist.get_world_size(self._cp_group), dist.get_rank(self._cp_group)
+        index_T = _whole_order(ends, num).to(k_LGD.device)
+        k_TGD, v_TGD = (_Gathered.apply(x, self._cp_group)[index_T] for x in (k_LGD, v_LGD))
+        start_q, cu_q, start_kv, cu_kv = [0], [0], [0], [0]
+        for begin, end in itertools.pairwise(ends):
+            length = (end - begin) // (2 * num)
+            for chunk in (rank, 2 * num - 1 - rank):
+                cu_q.append(cu_q[-1] + length)
+                cu_kv.append(cu_kv[-1] + length * (chunk + 1))
+                start_q.append(cu_q[-1])
+                start_kv[-1] = begin
+                start_kv.append(begin)
+        options = {"is_causal": True, "is_bottom_right": True, "window": UNLIMITED}
+        return self._one_by_one(q_LND, k_TGD, v_TGD, [cu_q, cu_kv, start_q, start_kv], options)
 
     def _one_by_one(
         self,
@@ -160,6 +188,36 @@ class DotProductAttention(torch.nn.Module):
                 scale=self.scale,
                 enable_gqa=q_BNLD.shape[1] != k_BGLD.shape[1],
             )
+
+
+def _whole_order(ends: list[int], num_ranks: int) -> torch.Tensor:
+    """[T]: for each token of the whole stream its row among those of all ranks, rank after rank."""
+    parts = [torch.empty(0, dtype=torch.int64)]
+    for begin, end in itertools.pairwise(ends):
+        length = (end - begin) // (2 * num_ranks)
+        for chunk in range(2 * num_ranks):
+            rank, half = (chunk, 0) if chunk < num_ranks else (2 * num_ranks - 1 - chunk, 1)
+            first = rank * (ends[-1] // num_ranks) + begin // num_ranks + half * length
+            parts.append(torch.arange(first, first + length))
+    return torch.cat(parts)
+
+
+class _Gathered(torch.autograd.Function):
+    """Rows of all ranks, rank after rank; the gradient of a rank's rows is the sum of what all ranks have for them."""
+
+    @staticmethod
+    def forward(ctx: Any, own: torch.Tensor, group: Any) -> torch.Tensor:
+        ctx.group, ctx.num_rows = group, len(own)
+        parts = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
+        dist.all_gather(parts, own.contiguous(), group=group)
+        return torch.cat(parts)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        whole = grads[0].contiguous().clone()
+        dist.all_reduce(whole, group=ctx.group)
+        first = dist.get_rank(ctx.group) * ctx.num_rows
+        return whole[first : first + ctx.num_rows], None
 
 
 def _either(first: Any, second: Any) -> Any:

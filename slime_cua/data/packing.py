@@ -6,7 +6,7 @@ Legend: T packed tokens (images expanded), S segments, K action steps of the mic
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
@@ -51,6 +51,7 @@ def pack(
     images: ImageProcessorConfig,
     cost_model: CostModel | None = None,
     pad_multiple: int = 1,
+    segment_multiple: int = 1,
     pad_id: int = 0,
     is_zero_skipped: bool = False,
     on_refused: Literal["raise", "drop"] = "raise",
@@ -60,7 +61,9 @@ def pack(
     num_dp: data-parallel ranks; each gets the same number of micro-batches, empty ones where there is too little work.
     images: how many tokens an image becomes. cost_model: what is balanced.
     pad_multiple: T is rounded up to a multiple of it by a padding sequence (sequence parallelism needs one of TP).
-        Empty batches then hold that many padding tokens.
+        Empty batches then hold that many padding tokens. It is a multiple of segment_multiple.
+    segment_multiple: each segment gets untrained tokens at its end up to a multiple of it (context parallelism cuts each into
+        2 CP chunks of one length); nothing before them sees them.
     is_zero_skipped: samples with advantage 0 are not computed; they still count in num_samples and num_tokens, so loss
         and gradient are the same (without KL and entropy terms).
     on_refused: a sample over the budget, without trained tokens or with wrong images raises DataError by name, or is
@@ -77,7 +80,7 @@ def pack(
         if sample.sample_weight == 0:
             continue
         try:
-            items.append(_expand(sample, images, model, budget))
+            items.append(_padded(_expand(sample, images, model, budget), segment_multiple, pad_id))
         except DataError as error:
             if on_refused == "raise":
                 raise
@@ -160,6 +163,8 @@ class _Item:
     step_T: np.ndarray
     sees_image_T: np.ndarray
     cost: float
+    num_padding: int = 0
+    """Of its tokens, those at its end that were added."""
 
     @property
     def routed_shape(self) -> tuple[int, int] | None:
@@ -209,6 +214,18 @@ def _expand(sample: TrainSample, images: ImageProcessorConfig, model: CostModel,
         sees_image_T=np.cumsum(np.repeat(is_image, repeats)) > 0,
         cost=model.cost(len(ids_T), int(repeats[is_image].sum()), int(trained_T.sum())),
     )
+
+
+def _padded(item: _Item, multiple: int, pad_id: int) -> _Item:
+    """The item with tokens of a padding sequence at its end."""
+    num = -item.num_tokens % multiple
+    if not num:
+        return item
+    pads = empty_batch(num, pad_id)
+    names = ("input_ids_T", "target_T", "is_trained_T", "old_logp_T", "version_T", "sees_image_T")
+    streams = {name: np.concatenate([getattr(item, name), getattr(pads, name)]) for name in names}
+    step_T = np.concatenate([item.step_T, np.full(num, NOT_SAMPLED, dtype=item.step_T.dtype)])
+    return replace(item, **streams, step_T=step_T, num_padding=num)
 
 
 def _check(sample: TrainSample, trained_T: np.ndarray, is_image: np.ndarray) -> None:
@@ -280,7 +297,7 @@ def _build(items: list[_Item], pad_multiple: int, pad_id: int) -> PackedBatch:
         distinct_images=distinct,
         image_index_I=np.asarray([place[ref] for ref in refs], dtype=np.int64),
         segment_names=tuple(segment.segment_id for segment in segments),
-        num_padding=num_padding,
+        num_padding=num_padding + sum(item.num_padding for item in items),
         routed_TLK=_routed(items, sum(lengths) + num_padding),
     )
 

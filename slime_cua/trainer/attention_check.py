@@ -6,12 +6,14 @@ right (0.002 from float64), the query gradient is 0.20 away and those of keys an
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import Any
 
 import torch
 
 from slime_cua.core.errors import ConfigError
+from slime_cua.trainer.context import own_tokens
 
 LENGTHS = (700, 1337)
 """Tokens of the two packed sequences: those at which wrong gradients were seen. Both span several tiles of a kernel and end within one."""
@@ -22,7 +24,8 @@ MAX_DISTANCE = 0.05
 def check_packed_attention(model: torch.nn.Module, dtype: torch.dtype, device: torch.device) -> None:
     """ConfigError unless output and gradients of the model's packed attention agree with plain attention in float32.
 
-    Asks the first TEDotProductAttention of `model`, on random queries, keys and values of its head counts; nothing is kept.
+    Asks the first TEDotProductAttention of `model`, on random queries, keys and values of its head counts; nothing is kept. A
+    collective where sequences are cut over context-parallel ranks: each asks for its own tokens.
     """
     layer: Any = next((m for m in model.modules() if type(m).__name__ == "TEDotProductAttention"), None)
     if layer is None:
@@ -44,21 +47,23 @@ def _distances(layer: Any, dtype: torch.dtype, device: torch.device) -> dict[str
     from megatron.core.transformer.enums import AttnMaskType
 
     config = layer.config
-    size = config.tensor_model_parallel_size
+    size, cp = config.tensor_model_parallel_size, config.context_parallel_size
     heads, groups = config.num_attention_heads // size, max(1, config.num_query_groups // size)
-    draw, total = torch.Generator().manual_seed(0), sum(LENGTHS)
+    lengths = [length + (-length % (2 * cp) if cp > 1 else 0) for length in LENGTHS]
+    draw, total = torch.Generator().manual_seed(0), sum(lengths)
     start = [
         torch.randn(total, count, config.kv_channels, generator=draw).to(device, dtype)
         for count in (heads, groups, groups)
     ]
     upstream = torch.randn(total, heads * config.kv_channels, generator=draw).to(device, dtype)
-    ends = torch.tensor([0, LENGTHS[0], total], dtype=torch.int32, device=device)
+    own = _own(lengths, cp)
+    ends = torch.tensor([0, lengths[0], total], dtype=torch.int32, device=device)
     packed = PackedSeqParams(
         qkv_format="thd",
         cu_seqlens_q=ends,
         cu_seqlens_kv=ends,
-        max_seqlen_q=max(LENGTHS),
-        max_seqlen_kv=max(LENGTHS),
+        max_seqlen_q=max(lengths),
+        max_seqlen_kv=max(lengths),
     )
 
     def kernel(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -67,12 +72,24 @@ def _distances(layer: Any, dtype: torch.dtype, device: torch.device) -> dict[str
         )
         return result
 
-    found = _with_gradients(kernel, start, upstream)
-    truth = _with_gradients(_plain, [x.float() for x in start], upstream.float())
+    def plain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return _plain(q, k, v, lengths)
+
+    found = _with_gradients(kernel, [x[own] for x in start], upstream[own])
+    truth = [x[own] for x in _with_gradients(plain, [x.float() for x in start], upstream.float())]
     names = ("the output", "the gradient of queries", "the gradient of keys", "the gradient of values")
     return {
         name: float((a.float() - b).norm() / b.norm()) for name, a, b in zip(names, found, truth, strict=True)
     }
+
+
+def _own(lengths: list[int], cp: int) -> Any:
+    """Index of this context-parallel rank's tokens."""
+    if cp == 1:
+        return slice(None)
+    from megatron.core import mpu
+
+    return own_tokens([0, *itertools.accumulate(lengths)], cp, mpu.get_context_parallel_rank())
 
 
 def _with_gradients(attend: Any, start: list[torch.Tensor], upstream: torch.Tensor) -> list[torch.Tensor]:
@@ -83,11 +100,11 @@ def _with_gradients(attend: Any, start: list[torch.Tensor], upstream: torch.Tens
     return [output.detach(), *gradients]
 
 
-def _plain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+def _plain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: list[int]) -> torch.Tensor:
     """Causal attention, sequence after sequence, [T, heads, width]."""
     outputs = []
     repeat = q.shape[1] // k.shape[1]
-    for q_LND, k_LGD, v_LGD in zip(*(x.split(LENGTHS) for x in (q, k, v)), strict=True):
+    for q_LND, k_LGD, v_LGD in zip(*(x.split(lengths) for x in (q, k, v)), strict=True):
         k_NLD, v_NLD = (x.transpose(0, 1).repeat_interleave(repeat, 0) for x in (k_LGD, v_LGD))
         scores = q_LND.transpose(0, 1) @ k_NLD.transpose(1, 2) / math.sqrt(q.shape[2])
         hidden = torch.ones(scores.shape[1:], dtype=torch.bool, device=q.device).triu(1)

@@ -13,8 +13,8 @@ from slime_cua.core.errors import ConfigError
 
 FAMILIES: dict[str, tuple[str, ...]] = {
     "qwen3": ("full attention",),
-    "qwen3_5": ("full attention", "gated delta net", "vision"),
-    "qwen3_5_moe": ("full attention", "gated delta net", "vision", "experts"),
+    "qwen3_5": ("Qwen3.5", "full attention", "gated delta net", "vision"),
+    "qwen3_5_moe": ("Qwen3.5", "full attention", "gated delta net", "vision", "experts"),
     "qwen3_vl": ("full attention", "vision"),
     "qwen3_vl_moe": ("full attention", "vision", "experts"),
 }
@@ -38,9 +38,14 @@ REFUSED: tuple[tuple[str, str, str], ...] = (
         "gated delta net",
         "megatron-core 0.16.1 has no context parallelism for gated delta net (tensor_a2a_cp2hp is not in it); use tp",
     ),
-    ("cp", "full attention", "the trainer does not cut sequences over ranks; use tp with sequence_parallel"),
+    (
+        "cp",
+        "experts",
+        "router replay and the balancing loss count whole sequences; use tp with sequence_parallel",
+    ),
+    ("cp", "Qwen3.5", "mcore-bridge 1.6.5 builds no Qwen3.5 model with it; use tp with sequence_parallel"),
 )
-"""Axes that must be 1: axis, part of the model, reason. The first whose part the model has is told."""
+"""Axes that must be 1: axis, part of the model, reason. The first whose part the model has is told; without one the axis is free."""
 
 MAX_TP = 64
 
@@ -91,7 +96,7 @@ def legal_layouts(config: Mapping[str, Any]) -> tuple[Axis, ...]:
             _listed(_legal_ep(experts)),
             f"divides num_experts = {experts} and tp x dp" if experts else "no experts",
         ),
-        *(Axis(axis, "1", _refusal(axis, parts)) for axis in ("pp", "cp")),
+        *(_axis(axis, parts) for axis in ("pp", "cp")),
         Axis("dp", "any", "with or without use_distributed_optimizer"),
     )
 
@@ -124,14 +129,11 @@ def layout_faults(
     return faults
 
 
-def axis_faults(parallel: ParallelConfig, parts: frozenset[str] | None = None) -> list[str]:
-    """Faults of the axes that must be 1. parts: of the model; None: whatever model it will be."""
+def axis_faults(parallel: ParallelConfig, parts: frozenset[str] = frozenset()) -> list[str]:
+    """Faults of the axes that must be 1. parts: of the model; empty: what holds for whatever model it will be."""
     sizes = {"pp": parallel.pp, "cp": parallel.cp}
-    return [
-        f"trainer.parallel.{axis} must be 1: {_refusal(axis, parts)}"
-        for axis, size in sizes.items()
-        if size > 1
-    ]
+    reasons = {axis: _refusal(axis, parts) for axis, size in sizes.items() if size > 1}
+    return [f"trainer.parallel.{axis} must be 1: {reason}" for axis, reason in reasons.items() if reason]
 
 
 def check_divisibility(hf_dir: Path | str, parallel: ParallelConfig) -> None:
@@ -170,12 +172,15 @@ def _legal_ep(experts: int) -> list[int]:
     return [n for n in range(1, experts + 1) if experts % n == 0] or [1]
 
 
-def _refusal(axis: str, parts: frozenset[str] | None) -> str:
-    return next(
-        reason
-        for name, part, reason in REFUSED
-        if name == axis and (part == "all" or parts is None or part in parts)
-    )
+def _axis(name: str, parts: frozenset[str]) -> Axis:
+    reason = _refusal(name, parts)
+    return Axis(name, "1", reason) if reason else Axis(name, "any", "pads each segment to a multiple of 2 cp")
+
+
+def _refusal(axis: str, parts: frozenset[str]) -> str | None:
+    """Why the axis must be 1; None where it is free."""
+    found = (reason for name, part, reason in REFUSED if name == axis and part in {"all", *parts})
+    return next(found, None)
 
 
 def _listed(values: list[int]) -> str:

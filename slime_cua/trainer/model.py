@@ -18,6 +18,7 @@ from slime_cua.convert import ExpertLayout, TensorInfo, expert_layout, read_conf
 from slime_cua.kernels.linear_logprob import linear_logprob
 from slime_cua.trainer.attention_check import check_packed_attention
 from slime_cua.trainer.batch import Microbatch
+from slime_cua.trainer.context import RowsOfAll, share_of
 from slime_cua.trainer.lora import Adapters
 from slime_cua.trainer.routing import Routing
 from slime_cua.trainer.vision import VisionTower
@@ -89,17 +90,26 @@ class PolicyModel:
         """
         if self.routing and batch.packed is not None:
             self.routing.set_batch(batch.packed, batch.token_ids_T.device)
-        hidden_RH = self._hidden_rows(batch)
-        return linear_logprob(
-            hidden_RH,
+        group = self._cp_group()
+        share = None if group is None else share_of(batch, group)
+        own = batch if share is None else share.batch
+        found = linear_logprob(
+            self._hidden_rows(own, None if share is None else share.token_L),
             self._head_weight(),
-            batch.target_R,
+            own.target_R,
             temperature=temperature,
             vocab_size=self.vocab_size,
             tp_group=self._tp_group(),
             with_entropy=with_entropy,
             entropy_grad=entropy_grad,
         )
+        if share is None:
+            return found
+        place_Q, num_rows = share.place_Q, share.num_rows
+        logp_R, entropy_R = (
+            None if own_Q is None else RowsOfAll.apply(own_Q, place_Q, num_rows, group) for own_Q in found
+        )
+        return logp_R, entropy_R
 
     def load_weights(self, hf_dir: Path | str, tensors: dict[str, TensorInfo]) -> None:
         """Read a folder of the same architecture into the (base) weights. tensors: as of the constructor."""
@@ -119,7 +129,8 @@ class PolicyModel:
                 if tensor is not None:
                     yield name, tensor.detach()
 
-    def _hidden_rows(self, batch: Microbatch) -> torch.Tensor:
+    def _hidden_rows(self, batch: Microbatch, token_L: torch.Tensor | None = None) -> torch.Tensor:
+        """Hidden states of batch.row_R. token_L: the tokens that this context-parallel rank has; rows count in them."""
         from megatron.core.packed_seq_params import PackedSeqParams
 
         packed = PackedSeqParams(
@@ -137,8 +148,8 @@ class PolicyModel:
             self.vision.batch = batch
         try:
             rows_1RH = self.runner(
-                input_ids=batch.token_ids_T[None],
-                position_ids=self._positions(batch),
+                input_ids=self._ids(batch, token_L)[None],
+                position_ids=self._positions(batch, token_L),
                 attention_mask=None,
                 packed_seq_params=packed,
                 **images,
@@ -149,10 +160,17 @@ class PolicyModel:
                 self.vision.batch = None
         return rows_1RH[0]
 
-    def _positions(self, batch: Microbatch) -> torch.Tensor:
+    def _ids(self, batch: Microbatch, token_L: torch.Tensor | None) -> torch.Tensor:
+        """The bridge's models with vision take the whole stream and cut its embeddings; text models take what a rank has."""
+        return (
+            batch.token_ids_T if token_L is None or self.config.is_multimodal else batch.token_ids_T[token_L]
+        )
+
+    def _positions(self, batch: Microbatch, token_L: torch.Tensor | None) -> torch.Tensor:
+        positions_3L = batch.positions_3T if token_L is None else batch.positions_3T[:, token_L]
         if self.config.position_embedding_type == "mrope":
-            return batch.positions_3T[:, None]
-        return batch.positions_3T[:1]
+            return positions_3L[:, None]
+        return positions_3L[:1]
 
     def _select_rows(self, hidden_states: torch.Tensor, **ignored: Any) -> torch.Tensor:
         """In place of the output layer: the hidden states of the trained rows, [R, 1, H]."""
@@ -175,6 +193,11 @@ class PolicyModel:
         from megatron.core import mpu
 
         return mpu.get_tensor_model_parallel_group() if self.config.tensor_model_parallel_size > 1 else None
+
+    def _cp_group(self) -> Any:
+        from megatron.core import mpu
+
+        return mpu.get_context_parallel_group() if self.config.context_parallel_size > 1 else None
 
 
 def _reached_by_gradients(
@@ -209,6 +232,7 @@ def _megatron_options(config: TrainerConfig, text_config: Any) -> dict[str, Any]
     options: dict[str, Any] = {
         "tensor_model_parallel_size": parallel.tp,
         "sequence_parallel": parallel.sequence_parallel and parallel.tp > 1,
+        "context_parallel_size": parallel.cp,
         "expert_model_parallel_size": parallel.ep,
         "params_dtype": DTYPES[config.dtype],
         "bf16": config.dtype == "bf16",

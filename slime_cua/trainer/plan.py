@@ -94,7 +94,7 @@ def plan(config: Mapping[str, Any], parallel: ParallelConfig, work: Workload) ->
     optimizer = sum(12 * count / _optimizer_ranks(p, parallel, work) for p, count in trained)
     kept, working = _activations(shape, parallel, work)
     # Each rank has all patches; the tower's work on them is divided.
-    patches = work.num_tokens * work.image_share * shape.vision.merge**2
+    patches = work.num_tokens * parallel.cp * work.image_share * shape.vision.merge**2
     vision, running = _vision(shape, patches, work)
     transient = _transient(shape, parallel, work, max(0.0, running / parallel.tp - kept - working))
     if work.is_optimizer_offloaded:
@@ -280,4 +280,4 @@ def _optimizer_ranks(kind: Parameters, parallel: ParallelConfig, work: Workload)
         return 1
     if kind.split == "expert" and parallel.ep > 1:
         return max(1, parallel.tp * parallel.dp // parallel.ep)
-    return parallel.dp
+    return parallel.dp * parallel.cp

@@ -242,13 +242,15 @@ class TrainerRank:
 
     def _pack(self, items: Sequence[TrainSample], is_zero_skipped: bool = False) -> PackedStep:
         parallel = self.config.parallel
+        chunks = 2 * parallel.cp if parallel.cp > 1 else 1
         return pack(
             items,
-            max_tokens=self.config.max_tokens_per_rank,
+            max_tokens=self.config.max_tokens_per_rank * parallel.cp,
             num_dp=self.layout.dp_size,
             images=self._patches.tokens,
             cost_model=self._cost_model,
-            pad_multiple=parallel.tp if parallel.sequence_parallel else 1,
+            pad_multiple=chunks * (parallel.tp if parallel.sequence_parallel else 1),
+            segment_multiple=chunks,
             is_zero_skipped=is_zero_skipped,
         )
 

@@ -61,6 +61,7 @@ def start(config: TrainerConfig, rank: int, world_size: int, address: str, port:
     with megatron_patches.cpu_scope():
         mpu.initialize_model_parallel(
             parallel.tp,
+            context_parallel_size=parallel.cp,
             expert_model_parallel_size=parallel.ep,
             expert_tensor_parallel_size=1 if parallel.ep > 1 else None,
         )

@@ -30,7 +30,11 @@ class TEDotProductAttention(torch.nn.Module):
     def __init__(self, change: Any, num_groups: int = 2) -> None:
         super().__init__()
         self.config = SimpleNamespace(
-            num_attention_heads=4, num_query_groups=num_groups, kv_channels=32, tensor_model_parallel_size=1
+            num_attention_heads=4,
+            num_query_groups=num_groups,
+            kv_channels=32,
+            tensor_model_parallel_size=1,
+            context_parallel_size=1,
         )
         self._change, self._plain = change, DotProductAttention(4, 32)
 

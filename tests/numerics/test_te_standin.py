@@ -109,8 +109,6 @@ def test_an_arbitrary_mask_hides_where_it_is_true() -> None:
 def test_what_only_the_real_package_does_is_refused() -> None:
     with pytest.raises(NotImplementedError, match="softmax_type='learnable' needs the real"):
         DotProductAttention(HEADS, WIDTH, softmax_type="learnable")
-    with pytest.raises(NotImplementedError, match="context parallel"):
-        DotProductAttention(HEADS, WIDTH).set_context_parallel_group(object())
     with pytest.raises(NotImplementedError, match="fp8"), fp8_autocast(enabled=True):
         pass
 

@@ -1,4 +1,4 @@
-"""Run the trainer under several layouts in one start of two processes, and save what it computed.
+"""Run the trainer under several layouts in one start of two (or four) processes, and save what it computed.
 
 python -m tests.numerics.trainer_matrix OUT.pt LAYOUT,LAYOUT MODEL_DIR MODEL_DIR   (tests call run_layouts)
 """
@@ -28,12 +28,21 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "tp2_sp": {"parallel": ParallelConfig(tp=2, sequence_parallel=True)},
     "dp2_ep2": {"parallel": ParallelConfig(tp=1, dp=2, ep=2)},
     "tp2_sp_ep2": {"parallel": ParallelConfig(tp=2, ep=2, sequence_parallel=True)},
+    "cp2": {"parallel": ParallelConfig(cp=2), "use_distributed_optimizer": False, "max_tokens_per_rank": 112},
+    "cp2_distopt": {"parallel": ParallelConfig(cp=2), "max_tokens_per_rank": 112},
+    "cp2_tp2_sp": {
+        "parallel": ParallelConfig(cp=2, tp=2, sequence_parallel=True),
+        "use_distributed_optimizer": False,
+        "max_tokens_per_rank": 112,
+        "recompute": "full",
+    },
+    "cp2_dp2": {"parallel": ParallelConfig(cp=2, dp=2), "max_tokens_per_rank": 112},
     "tp2_recompute": {"parallel": ParallelConfig(tp=2), "recompute": "full", "max_tokens_per_rank": 512},
 }
 
 
-SAVED_AT, RESUMED_AT = ("tp2", "tp2_sp_ep2"), ("dp2_distopt", "dp2_ep2")
-WITHOUT_WHOLE_GRADIENTS = ("dp2_distopt", "dp2_ep2")
+SAVED_AT, RESUMED_AT = ("tp2", "tp2_sp_ep2", "cp2_distopt"), ("dp2_distopt", "dp2_ep2")
+WITHOUT_WHOLE_GRADIENTS = ("dp2_distopt", "dp2_ep2", "cp2_distopt", "cp2_dp2")
 """The distributed optimiser keeps each rank's shard only."""
 
 
@@ -139,11 +148,12 @@ def resume(trainer: TrainerRank, folder: Path, scratch: Path) -> dict[str, Any]:
 
 
 def serve(rank: int, ports: dict[str, int], out: Path, folders: list[Path]) -> None:
-    """One of the two processes."""
+    """One of the processes."""
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     results: dict[str, Any] = {}
     for layout, port in ports.items():
-        trainer = TrainerRank(config_of(layout), rank, 2, "127.0.0.1", port)
+        config = config_of(layout)
+        trainer = TrainerRank(config, rank, config.parallel.world_size, "127.0.0.1", port)
         for folder in folders:
             results[f"{layout}/{folder.name}"] = run_layout(trainer, folder, layout, out.parent)
             if layout in RESUMED_AT:
@@ -154,9 +164,10 @@ def serve(rank: int, ports: dict[str, int], out: Path, folders: list[Path]) -> N
 
 
 def run_layouts(out: Path, layouts: Sequence[str], folders: Sequence[Path]) -> dict[str, Any]:
-    """What two processes computed, by layout/model."""
+    """What two processes (as many as the layouts have ranks) computed, by layout/model."""
     ports = {layout: free_port() for layout in layouts}
-    run_together(serve, [(rank, ports, out, list(folders)) for rank in range(2)], timeout_s=1700)
+    (world,) = {config_of(layout).parallel.world_size for layout in layouts}
+    run_together(serve, [(rank, ports, out, list(folders)) for rank in range(world)], timeout_s=1700)
     loaded: dict[str, Any] = torch.load(out, weights_only=False)
     return loaded
 

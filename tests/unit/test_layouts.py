@@ -79,12 +79,35 @@ def test_a_legal_layout_has_no_fault(config, parallel):
     assert layout_faults(config, ParallelConfig(**parallel)) == []
 
 
-def test_full_attention_alone_is_refused_context_parallelism_for_its_own_reason():
-    text = {**DENSE["text_config"], "layer_types": ["full_attention"]}
-    config = {"model_type": "qwen3_5", "text_config": text}
+VL = {"num_attention_heads": 8, "num_key_value_heads": 4, "intermediate_size": 96}
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        (
+            {
+                "model_type": "qwen3_5",
+                "text_config": {**DENSE["text_config"], "layer_types": ["full_attention"]},
+            },
+            "mcore-bridge 1.6.5 builds no Qwen3.5 model with it",
+        ),
+        ({"model_type": "qwen3_vl_moe", "text_config": {**VL, "num_experts": 4}}, "router replay"),
+    ],
+)
+def test_full_attention_alone_is_refused_context_parallelism_for_its_own_reason(config, words):
     assert "gated delta net" not in parts_of(config)
     (fault,) = layout_faults(config, ParallelConfig(cp=2))
-    assert "does not cut sequences" in fault
+    assert fault.startswith("trainer.parallel.cp must be 1: ") and words in fault
+
+
+@pytest.mark.parametrize(
+    "config", [{"model_type": "qwen3", **VL}, {"model_type": "qwen3_vl", "text_config": VL}]
+)
+def test_dense_models_of_full_attention_take_context_parallelism(config):
+    table = {axis.name: axis for axis in legal_layouts(config)}
+    assert (table["cp"].legal, table["pp"].legal) == ("any", "1")
+    assert layout_faults(config, ParallelConfig(cp=4, tp=2, sequence_parallel=True)) == []
 
 
 def test_a_family_without_a_trainer_is_refused_with_the_known_ones():

@@ -101,8 +101,9 @@ TEXT = {
         small("qwen3_vl"),
         small("qwen3_vl_moe"),
         DENSE,
+        MOE,
     ],
-    ids=["qwen3", "qwen3_5", "tied", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe", "27B"],
+    ids=["qwen3", "qwen3_5", "tied", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe", "27B", "35B-A3B"],
 )
 def test_parameter_counts_are_those_of_transformers(config):
     shape = ModelShape.from_config(config)
@@ -209,6 +210,40 @@ def test_the_command_prints_the_parts_and_fails_when_they_do_not_fit(tmp_path, c
     assert command.main(["--model", "Qwen3.5-27B", "--gpus", "8"]) == 1
     out = capsys.readouterr().out
     assert "total" in out and "largest micro-batch: 0" in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--model", "TRUNCATED"], "TRUNCATED is not valid JSON"),
+        (["--model", "LIST"], "LIST must hold a JSON object"),
+        (["--model", "LACKS"], "config.json lacks vocab_size"),
+        (["--model", "Qwen3.5-27B", "--trained-share", "7"], "--trained-share 7.0: a share from 0 to 1"),
+        (["--model", "Qwen3.5-27B", "--gpus", "6", "--tp", "4"], "--gpus 6 is no multiple of --tp 4"),
+    ],
+)
+def test_what_cannot_be_planned_is_a_sentence(tmp_path, arguments, sentence):
+    text = {name: value for name, value in DENSE["text_config"].items() if name != "vocab_size"}
+    (tmp_path / "TRUNCATED").write_text('{"model_type": ')
+    (tmp_path / "LIST").write_text("[]")
+    (tmp_path / "LACKS").write_text(json.dumps({**DENSE, "text_config": text}))
+    there = [str(tmp_path / word) if (tmp_path / word).exists() else word for word in arguments]
+    with pytest.raises(ConfigError, match=sentence):
+        command.main(there)
+
+
+@pytest.mark.parametrize("flag", ["--gpus", "--tp", "--ep", "--tokens"])
+def test_counts_are_at_least_one(flag, capsys):
+    with pytest.raises(SystemExit):
+        command.main(["--model", "Qwen3.5-27B", flag, "0"])
+    assert f"argument {flag}: 0: at least 1" in capsys.readouterr().err
+
+
+def test_sequences_cut_over_ranks_share_the_optimiser_and_show_each_rank_their_images():
+    config = small("qwen3_vl")
+    one, two = (plan(config, ParallelConfig(cp=cp), Workload(2048)) for cp in (1, 2))
+    assert (two.weights, two.activations) == (one.weights, one.activations)
+    assert two.optimizer == one.optimizer // 2 and two.vision == 2 * one.vision
 
 
 @pytest.mark.parametrize("name", PRESETS)
