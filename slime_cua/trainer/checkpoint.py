@@ -46,6 +46,8 @@ LAYERS_APART = "layers_apart"
 """In the manifest: each layer has names of its own, so that one can be read without the others. Older checkpoints stack alike layers."""
 HAS_OPTIMIZER = "has_optimizer"
 """In the manifest: false for weights alone, as a conversion writes them. Not there: it has one."""
+IS_DISTRIBUTED = "is_optimizer_distributed"
+"""In the manifest: trainer.use_distributed_optimizer. Megatron names the optimiser's tensors otherwise with it than without."""
 _DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F64": torch.float64}
 _NAMED = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -115,6 +117,7 @@ def _prepare(
         "optimizer_steps": optimizer.num_steps,
         "world_size": layout.world_size,
         LAYERS_APART: True,
+        IS_DISTRIBUTED: optimizer.is_distributed,
     }
     later: Jobs = []
 
@@ -207,11 +210,17 @@ def _restore(
     mine = sorted(manifest["files"])[layout.rank :: layout.world_size]
     together(lambda: check_checksums(path, manifest, mine), "", is_saving=False)
     has_optimizer = bool(manifest.get(HAS_OPTIMIZER, True))
+    was_distributed = manifest.get(IS_DISTRIBUTED, optimizer.is_distributed)
+    if has_optimizer and was_distributed != optimizer.is_distributed:
+        raise CheckpointError(
+            f"{path} was written with trainer.use_distributed_optimizer = {str(was_distributed).lower()}: continue with the same, "
+            "or start from its weights alone (slime-cua convert to-hf)"
+        )
     state = _state(model, optimizer if has_optimizer else None, manifest, is_loading=True)
     try:
         loaded = dist_checkpointing.load(state, str(path), strict=StrictHandling.RAISE_ALL)
     except (CheckpointingException, CheckpointException, KeyError, RuntimeError, ValueError) as error:
-        raise CheckpointError(f"{path} does not fit this model: {error}") from error
+        raise unfitting(path, error) from error
     model.module.load_state_dict(loaded["model"])
     model.forget_images()
     if has_optimizer:
@@ -226,6 +235,15 @@ def _restore(
         if kept is not None:
             kept.load_state_dict(own.get("kept", {}))
     return int(manifest["step"])
+
+
+def unfitting(path: Path, error: Exception) -> CheckpointError:
+    """What to say of a checkpoint whose tensors are not those of the model. Megatron lists hundreds of names: the first ones tell."""
+    reason = " ".join(str(error).split())
+    reason = reason if len(reason) < 400 else f"{reason[:400]} ..."
+    return CheckpointError(
+        f"{path} does not fit this model: give the folder of the model that it was written from; {reason}"
+    )
 
 
 def layout_of(manifest: Mapping[str, Any]) -> dict[str, Any]:

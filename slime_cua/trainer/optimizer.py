@@ -39,6 +39,7 @@ class Optimizer:
         section = config.optimizer
         self._model, self._section = model, section
         self._is_offloaded = config.offload_optimizer
+        self.is_distributed = config.use_distributed_optimizer
         self.num_steps = 0
         """Optimiser steps taken; decides the learning rate."""
         self.ddp: Any = DistributedDataParallel(

@@ -112,5 +112,5 @@ class _Parts:
         try:
             loaded = dist_checkpointing.load({"model": part}, str(self._path))["model"]
         except (CheckpointingException, CheckpointException, KeyError, RuntimeError, ValueError) as error:
-            raise CheckpointError(f"{self._path} does not fit this model: {error}") from error
+            raise checkpoint.unfitting(self._path, error) from error
         self._model.module.load_state_dict(loaded, strict=False)

@@ -134,9 +134,24 @@ def test_a_checkpoint_of_another_model_leaves_no_folder(tmp_path: Path) -> None:
     source, other = make_qwen35(tmp_path / "source", FULL), make_qwen35(tmp_path / "other", HYBRID)
     assert main(["to-megatron", "--hf", str(source), "--out", str(tmp_path / "run")]) == 0
     arguments = ["--checkpoint", str(tmp_path / "run"), "--hf", str(other), "--out", str(tmp_path / "back")]
-    with pytest.raises(CheckpointError):
+    with pytest.raises(CheckpointError, match="does not fit this model: give the folder of the model"):
         main(["to-hf", *arguments])
     assert not (tmp_path / "back").exists()
+
+
+def test_an_optimiser_of_the_other_kind_is_refused_by_the_name_of_its_setting(tmp_path: Path) -> None:
+    source = make_qwen35(tmp_path / "source", FULL)
+    for is_distributed in (False, True):
+        trainer = TrainerRank(TrainerConfig(dtype="fp32", use_distributed_optimizer=is_distributed))
+        try:
+            trainer.load(source)
+            if is_distributed:
+                with pytest.raises(CheckpointError, match="use_distributed_optimizer = false: continue with"):
+                    trainer.restore(tmp_path / "saved")
+            else:
+                trainer.save(tmp_path / "saved", 1)
+        finally:
+            trainer.close()
 
 
 def make_large(folder: Path) -> Path:

@@ -105,6 +105,8 @@ def run_layout(trainer: TrainerRank, folder: Path, layout: str, scratch: Path) -
         out["losses"].append(trainer.train_step(samples, store, "sft")["sft/loss"])
     out["patches"] = [sum(seen), num_patches(trainer, samples)]
     out["held"] = numbers_held(trainer)
+    out["trained_logp"] = trainer.logprobs(samples, store)
+    trainer.export_hf(scratch / f"trained_{layout}", dtype="fp32")
     return out
 
 
@@ -205,6 +207,18 @@ def test_the_folder_comes_back_byte_for_byte(
     assert sorted(p.name for p in target.iterdir()) == sorted(p.name for p in source.iterdir())
     for path in source.iterdir():
         assert (target / path.name).read_bytes() == path.read_bytes(), path.name
+
+
+@pytest.mark.parametrize("layout", ["tp4_sp", "experts"])
+def test_a_trained_export_gives_the_trainers_logprobs_in_transformers(
+    ranks: list[dict[str, Any]], scratch: Path, layout: str
+) -> None:
+    found = reference(scratch / f"trained_{layout}", *make_samples(with_ten_images=True))["logp"]
+    for own, wanted, before in zip(
+        found, ranks[0][layout]["trained_logp"], ranks[0][layout]["logp"], strict=True
+    ):
+        torch.testing.assert_close(torch.tensor(own), torch.tensor(wanted), atol=1e-4, rtol=0)
+        assert (torch.tensor(wanted) - torch.tensor(before)).abs().max() > 0.1
 
 
 @pytest.mark.parametrize("layout", DENSE)
