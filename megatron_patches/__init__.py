@@ -29,6 +29,7 @@ from megatron_patches import (
     torch_adam_steps,
 )
 from megatron_patches.cpu_device import cpu_scope
+from megatron_patches.light_imports import light_imports
 from megatron_patches.registry import Patch, UntestedVersionError
 from megatron_patches.triton_names import triton_names
 
@@ -59,7 +60,7 @@ def apply() -> tuple[str, ...]:
         return tuple(_applied)
     registry.check_versions()
     _applied.extend(registry.run(PATCHES, "before_import"))
-    with cpu_scope(), warnings.catch_warnings():
+    with cpu_scope(), light_imports(), warnings.catch_warnings():
         warnings.simplefilter(
             "ignore", UserWarning
         )  # what is not installed is said by the patches' log lines
