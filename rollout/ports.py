@@ -6,13 +6,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-from sandbox_cluster.api import EvaluateReply, ExecuteReply
-from sandbox_cluster.client import Shot
 from slime_cua.core.actions import CodeAction, GuiAction
 from slime_cua.core.routing import RoutedExperts
 from slime_cua.core.types import ImageRef, Task
+
+if TYPE_CHECKING:  # the process that owns an engine has no use for an HTTP client of desktops
+    from sandbox_cluster.api import EvaluateReply, ExecuteReply
+    from sandbox_cluster.client import Shot
 
 
 class DesktopPort(Protocol):
