@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import hashlib
+import math
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -27,6 +28,15 @@ from slime_cua.data.expand import ImageProcessorConfig, expand_image_placeholder
 _MIN_BACKOFF_S, _MAX_BACKOFF_S = 0.05, 2.0
 _ABORTED_UNSTARTED = 499
 """SGLang's status for a request that a pause aborted before the scheduler had it: while it waited or its images were read."""
+
+NEUTRAL: dict[str, float] = {
+    "top_p": 1.0,
+    "top_k": -1,
+    "frequency_penalty": 0.0,
+    "presence_penalty": 0.0,
+    "repetition_penalty": 1.0,
+}
+"""Sent with every request, so that no default of a server's (`--preferred-sampling-params`) trains another policy."""
 
 
 @dataclass(frozen=True)
@@ -136,13 +146,12 @@ class EngineClient:
                         prompt_ids, encoded, sampling, draft, budget - len(draft.ids), session, seed
                     )
                     meta = await self._ask(body, session)
-                    if not _is_unstarted(meta):
-                        _check_prompt(meta, num_expected + len(draft.ids), num_image_tokens)
-                    if draft.num_pieces == 0:
-                        draft.cached_tokens = int(meta.get("cached_tokens", 0))
-                    if self._routing_shape is not None and not _is_unstarted(meta):
-                        draft.routed.append(_routed_experts(meta, self._routing_shape))
-                    reason = _take(draft, meta, budget)
+                    try:
+                        reason = self._read(
+                            meta, draft, num_expected + len(draft.ids), num_image_tokens, budget
+                        )
+                    except (LookupError, TypeError, ValueError) as error:
+                        raise EngineError(f"an engine answered against the contract: {error!r}") from error
                     if reason != "abort":
                         break
                     await asyncio.sleep(_MIN_BACKOFF_S)
@@ -162,6 +171,18 @@ class EngineClient:
             join(draft.routed),
         )
 
+    def _read(
+        self, meta: dict[str, Any], draft: _Draft, num_expected: int, num_image_tokens: int, budget: int
+    ) -> str:
+        """Add one answer to `draft`; its finish reason."""
+        if not _is_unstarted(meta):
+            _check_prompt(meta, num_expected, num_image_tokens)
+        if draft.num_pieces == 0:
+            draft.cached_tokens = int(meta.get("cached_tokens", 0))
+        if self._routing_shape is not None and not _is_unstarted(meta):
+            draft.routed.append(_routed_experts(meta, self._routing_shape))
+        return _take(draft, meta, budget)
+
     def _body(
         self,
         prompt_ids: Sequence[int],
@@ -173,6 +194,7 @@ class EngineClient:
         seed: int | None,
     ) -> dict[str, Any]:
         params: dict[str, Any] = {
+            **NEUTRAL,
             "temperature": sampling.temperature,
             "max_new_tokens": max_new_tokens,
             "stop": list(sampling.stop),
@@ -287,8 +309,11 @@ def _take(draft: _Draft, meta: dict[str, Any], budget: int) -> str:
     version = int(meta["weight_version"])
     if len(triples) != meta["completion_tokens"]:
         raise EngineError(f"{meta['completion_tokens']} tokens came with {len(triples)} log-probs")
+    logp = [float(triple[0]) for triple in triples]
+    if not all(map(math.isfinite, logp)):
+        raise EngineError("a log-prob is not a number: the engine's weights or kernels are broken")
     draft.ids.extend(int(triple[1]) for triple in triples)
-    draft.logp.extend(float(triple[0]) for triple in triples)
+    draft.logp.extend(logp)
     draft.versions.extend([version] * len(triples))
     draft.num_pieces += bool(triples)
     reason = str(meta["finish_reason"]["type"])

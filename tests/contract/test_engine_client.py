@@ -152,6 +152,8 @@ async def test_a_cancelled_turn_leaves_nothing_running_on_the_engine(embedded_ur
 
 
 Script = Callable[..., Awaitable[str]]
+asked: list[dict[str, Any]] = []
+"""Bodies that scripted servers got, the last one last."""
 
 
 @pytest.fixture
@@ -173,7 +175,8 @@ async def scripted(embedded_url: str) -> AsyncIterator[Script]:
         left = list(answers)
 
         @app.post("/generate")
-        def generate() -> JSONResponse:
+        def generate(body: dict[str, Any]) -> JSONResponse:
+            asked.append(body)
             answer = left.pop(0) if len(left) > 1 else left[0]
             if isinstance(answer, int):
                 return JSONResponse({"error": {"message": "Request was aborted"}}, answer)
@@ -203,6 +206,24 @@ async def test_a_request_that_a_pause_met_before_its_first_token_is_sent_again(
     assert answer.ids == (30,) and answer.versions == (5,) and answer.num_pieces == 1
 
 
+async def test_every_request_says_that_nothing_but_the_temperature_shapes_what_is_sampled(
+    embedded_url: str, scripted: Script
+) -> None:
+    url = await scripted({})
+    async with client_of(url, model_url=embedded_url) as client:
+        await client.generate(text_ids(0, 6), [], SAMPLING)
+    params = asked[-1]["sampling_params"]
+    assert params["temperature"] == SAMPLING.temperature
+    neutral = {
+        "top_p": 1,
+        "top_k": -1,
+        "frequency_penalty": 0,
+        "presence_penalty": 0,
+        "repetition_penalty": 1,
+    }
+    assert {name: params[name] for name in neutral} == neutral
+
+
 async def test_an_engine_that_missed_an_update_is_not_believed(embedded_url: str, scripted: Script) -> None:
     stale, current = await scripted({"weight_version": "3"}), await scripted({"weight_version": "4"})
     async with client_of(stale, current, model_url=embedded_url) as client:
@@ -214,7 +235,11 @@ async def test_an_engine_that_missed_an_update_is_not_believed(embedded_url: str
 @pytest.mark.parametrize(
     ("meta", "words"),
     [({"prompt_tokens": 7}, "7 prompt tokens"), ({"output_token_logprobs": []}, "0 log-probs"),
-     ({"image_tokens": 240}, "240 image tokens")],
+     ({"image_tokens": 240}, "240 image tokens"),
+     ({"output_token_logprobs": [[None, 30, None]]}, "against the contract"),
+     ({"output_token_logprobs": [[-1.0]]}, "against the contract"),
+     ({"output_token_logprobs": [["-inf", 30, None]]}, "not a number"),
+     ({"only": {"finish_reason": {"type": "stop"}, "weight_version": "0"}}, "against the contract.*prompt_tokens")],
 )  # fmt: skip
 async def test_an_answer_against_the_contract_is_an_error(
     embedded_url: str,
