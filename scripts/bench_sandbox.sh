@@ -9,7 +9,7 @@
 # A part that fails is a line of its table, and the others go on; the exit code is 1 then.
 set -euo pipefail
 minutes=10
-gateway=(--desktops 128 --seconds 30 --rate 100)
+gateway=(--desktops 128 --seconds 30 --rate 300)
 desktops=(--desktops 16)
 file=/dev/null
 while (($#)); do
