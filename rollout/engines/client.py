@@ -12,7 +12,7 @@ import hashlib
 import math
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import httpx
@@ -109,6 +109,18 @@ class EngineClient:
 
     async def __aexit__(self, *_: object) -> None:
         await self._http.aclose()
+
+    def without_placeholder(self, answer: Generation) -> Generation:
+        """`answer` before a placeholder that it sampled: with it, it could not be a prompt, nor trained on."""
+        if not answer.ids or answer.ids[-1] not in self._stop_ids:
+            return answer
+        return replace(
+            answer,
+            ids=answer.ids[:-1],
+            logp=answer.logp[:-1],
+            versions=answer.versions[:-1],
+            routed_experts=None,
+        )
 
     def set_engines(self, urls: Sequence[str], min_version: int) -> None:
         """From now on use `urls`; an answer sampled by an older version than `min_version` is not taken."""

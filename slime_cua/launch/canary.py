@@ -132,17 +132,17 @@ async def sample(
         client.generate(prompt.ids, prompt.images, sampling, session=session, seed=index)
         for index, prompt in enumerate(prompts)
     ]
-    return list(await asyncio.gather(*calls))
+    return [client.without_placeholder(answer) for answer in await asyncio.gather(*calls)]
 
 
 def compare(
     prompts: Sequence[Prompt], answers: Sequence[Generation], trainer_logprobs: TrainerLogprobs
 ) -> dict[Kind, Gap]:
-    """The gap by kind of prompt."""
-    samples = [_train_sample(index, *pair) for index, pair in enumerate(zip(prompts, answers, strict=True))]
-    theirs = trainer_logprobs(samples, _Held(prompts))
+    """The gap by kind of prompt. Answers without a token say nothing."""
+    pairs = [(prompt, answer) for prompt, answer in zip(prompts, answers, strict=True) if answer.ids]
+    theirs = trainer_logprobs([_train_sample(i, *pair) for i, pair in enumerate(pairs)], _Held(prompts))
     found: dict[Kind, list[float]] = {"text": [], "image": []}
-    for prompt, answer, logp in zip(prompts, answers, theirs, strict=True):
+    for (prompt, answer), logp in zip(pairs, theirs, strict=True):
         found[prompt.kind] += [abs(a - b) for a, b in zip(answer.logp, logp, strict=True)]
     return {kind: _gap(values) for kind, values in found.items()}
 

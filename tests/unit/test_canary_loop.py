@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,6 +24,7 @@ from tests.unit.scripted_server import ScriptedServer
 MODEL = Path("models/tiny_base")
 IMAGE_TOKENS = 60
 """Of a 640x384 screenshot in models/tiny_base."""
+IMAGE_ID = json.loads((MODEL / "config.json").read_text())["image_token_id"]
 LOGP = -1.5
 
 
@@ -33,6 +35,7 @@ class Engine(ScriptedServer):
         self.version, self.num_requests = 0, 0
         self.retokenises = False
         """As SGLang does with a vision request's ids: decode, tokenise the text."""
+        self.says = [30, 31]
         self._tokenizer = Tokenizer.from_file(str(MODEL / "tokenizer.json"))
         super().__init__()
 
@@ -44,12 +47,12 @@ class Engine(ScriptedServer):
         meta = {
             "finish_reason": {"type": "length"},
             "prompt_tokens": len(ids) + (IMAGE_TOKENS - 1) * len(body.get("image_data", [])),
-            "completion_tokens": 2,
+            "completion_tokens": len(self.says),
             "cached_tokens": 0,
             "weight_version": str(self.version),
-            "output_token_logprobs": [[LOGP, 30, None], [LOGP, 31, None]],
+            "output_token_logprobs": [[LOGP, token, None] for token in self.says],
         }
-        return 200, {"output_ids": [30, 31], "meta_info": meta}
+        return 200, {"output_ids": self.says, "meta_info": meta}
 
 
 class Trainer:
@@ -63,6 +66,8 @@ class Trainer:
         assert method == "logprobs"
         self.compared += 1
         for sample in samples:
+            assert sample.segment.token_ids.count(IMAGE_ID) == len(sample.segment.images)
+            assert any(sample.segment.is_trained)
             for ref in sample.segment.images:
                 assert images.get(ref)
         return [
@@ -147,6 +152,22 @@ def test_an_engine_that_tokenises_again_is_refused_before_the_first_episode_with
     with pytest.raises(CanaryError, match=rf"{engine.url}: .*SGLANG_MM_AVOID_RETOKENIZE=1"):
         loop.resume_or_start()
     assert asked == [] and trainer.compared == 0
+
+
+def test_a_sampled_placeholder_is_no_part_of_what_is_compared(tmp_path: Path, engine: Engine) -> None:
+    loop, trainer, asked = loop_of(tmp_path, engine, every=50)
+    engine.says = [30, IMAGE_ID]
+    loop.resume_or_start()
+    assert trainer.compared == 1 and asked == ["start_training", "release"]
+
+
+def test_an_engine_that_samples_nothing_else_than_placeholders_is_no_pass(
+    tmp_path: Path, engine: Engine
+) -> None:
+    loop, _, _ = loop_of(tmp_path, engine, every=50)
+    engine.says = [IMAGE_ID]
+    with pytest.raises(CanaryError, match="over 0 tokens"):
+        loop.resume_or_start()
 
 
 def test_a_run_that_agrees_starts_and_says_by_how_much(
