@@ -1,8 +1,13 @@
-"""Throughput of a policy server under episodes: `python scripts/bench_rollout.py --url http://host:port --model DIR`.
+"""Measure a policy server: `python scripts/bench_rollout.py --model DIR --start sglang --python SGLANG/bin/python`.
 
-Concurrent episodes, one new screenshot a turn, each turn's prompt the whole episode so far, as a context policy that only
-extends sends it. Then the same requests statelessly: in any order, each behind a few ids of its own, so that no prompt
-starts with what the server has seen. Prints tokens a second and the share of prompt tokens that were not computed again.
+Starts the server (or takes `--url`), measures the parts of `--parts` one after the other, and prints JSON and a line for each
+goal of docs/rollout.md. On two GPUs: `--trainer-device cuda:0 --engine-gpus 1`. A first try without a GPU:
+`--start embedded --device cpu --dtype fp32 --episodes 2 --turns 2 --size 320x192 --num-tokens 64`.
+
+contract: the contract suite. gap: log-probs against transformers. publish: pause and rate of weight updates. episodes:
+concurrent episodes, one new screenshot a turn, each turn's prompt the whole episode so far, as a context policy that only
+extends sends it; then the same requests statelessly: in any order, each behind a few ids of its own, so that no prompt
+starts with what the server has seen.
 """
 
 from __future__ import annotations
@@ -10,179 +15,155 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import random
-import time
-from collections.abc import Awaitable, Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
-from functools import partial
+import os
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
 
-import numpy as np
-from bench_engine import screenshot_png
-
-from rollout.engines.client import EngineClient, image_ref
-from slime_cua.config.rollout import SamplingConfig
-from slime_cua.convert import read_config
-from slime_cua.core.types import ImageRef
-from slime_cua.data.expand import ImageProcessorConfig
-
-TURN_TEXT_TOKENS = 32
-"""Instruction, tool response and generation prompt around one screenshot."""
-OWN_IDS = 8
-"""Ids that make a stateless request's prompt unlike any other."""
+PARTS = ("contract", "gap", "publish", "episodes")
 
 
-@dataclass(frozen=True)
-class Request:
-    """One turn as it was sent."""
-
-    ids: tuple[int, ...]
-    images: tuple[bytes, ...]
-    refs: tuple[ImageRef, ...]
-    session: str
-
-
-@dataclass
-class Tally:
-    """What a phase did before it ended or its time was over."""
-
-    num_requests: int = 0
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-    output_tokens: int = 0
-    seconds: float = 0.0
-    num_failed: int = 0
-    first_error: str = ""
-
-    def report(self) -> dict[str, float | str]:
-        """The counts and the rates, per second of the phase."""
-        seconds = max(self.seconds, 1e-9)
-        return asdict(self) | {
-            "requests_per_s": self.num_requests / seconds,
-            "output_tokens_per_s": self.output_tokens / seconds,
-            "served_tokens_per_s": (self.prompt_tokens + self.output_tokens) / seconds,
-            "cached_share": self.cached_tokens / max(self.prompt_tokens, 1),
-        }
-
-
-class Load:
-    """Sends requests and counts."""
-
-    def __init__(self, client: EngineClient, new_tokens: int) -> None:
-        self._client = client
-        self._sampling = SamplingConfig(temperature=1.0, max_response_tokens=new_tokens)
-        self.tally = Tally()
-
-    async def ask(self, request: Request) -> tuple[int, ...]:
-        """The sampled ids."""
-        tally = self.tally
-        try:
-            got = await self._client.generate(
-                request.ids, request.images, self._sampling, session=request.session, refs=request.refs
-            )
-        except Exception as error:
-            tally.num_failed += 1
-            tally.first_error = tally.first_error or f"{type(error).__name__}: {error}"[:300]
-            raise
-        tally.num_requests += 1
-        tally.prompt_tokens += got.prompt_tokens
-        tally.cached_tokens += got.cached_tokens
-        tally.output_tokens += len(got.ids)
-        return got.ids
-
-
-async def run_for(seconds: float, tally: Tally, work: Sequence[Callable[[], Awaitable[None]]]) -> None:
-    """Run all of `work` side by side, for at most `seconds`."""
-    began = time.monotonic()
-    tasks = [asyncio.ensure_future(job()) for job in work]
-    _, late = await asyncio.wait(tasks, timeout=seconds)
-    tally.seconds = time.monotonic() - began
-    for task in late:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
-
-
-async def episode(
-    load: Load, name: str, turns: Sequence[bytes], shown: Sequence[int], sent: list[Request]
-) -> None:
-    """One episode; the requests that were answered are added to `sent`. shown: an image in a prompt, placeholder and marks."""
-    rng = np.random.default_rng(int.from_bytes(name.encode()[-4:], "big"))
-    ids: tuple[int, ...] = ()
-    images: tuple[bytes, ...] = ()
-    refs: tuple[ImageRef, ...] = ()
-    for png in turns:
-        ids += (*rng.integers(24, 264, TURN_TEXT_TOKENS - len(shown)).tolist(), *shown, 30)
-        images, refs = (*images, png), (*refs, image_ref(png))
-        request = Request(ids, images, refs, name)
-        ids += tuple(token for token in await load.ask(request) if token not in shown)
-        sent.append(request)
-
-
-async def measure(url: str, model: Path, options: argparse.Namespace) -> dict[str, object]:
-    """Both phases, after one warm-up episode (kernels that are compiled at first use)."""
-    processor = ImageProcessorConfig.from_hf(model)
-    config = read_config(model)
-    shown = [config[f"{name}_token_id"] for name in ("vision_start", "image", "vision_end")]
-    width, height = (int(side) for side in options.size.split("x"))
-    seeds = [[1000 * e + t for t in range(options.turns)] for e in range(options.episodes + 1)]
-    with ThreadPoolExecutor() as pool:
-        draw = partial(screenshot_png, width=width, height=height)
-        pngs = [list(pool.map(draw, row)) for row in seeds]
-    sent: list[Request] = []
-    async with EngineClient([url], processor, request_timeout_s=options.timeout_s) as client:
-        async with asyncio.timeout(options.timeout_s):
-            await episode(Load(client, options.new_tokens), "warm", pngs.pop(), shown, [])
-        sticky = Load(client, options.new_tokens)
-        await run_for(
-            options.seconds,
-            sticky.tally,
-            [
-                lambda e=e, turns=turns: episode(sticky, f"episode-{e:04d}", turns, shown, sent)
-                for e, turns in enumerate(pngs)
-            ],
-        )
-        random.Random(0).shuffle(sent)
-        stateless = Load(client, options.new_tokens)
-        pending = list(enumerate(sent))
-
-        async def one_after_another() -> None:
-            while pending:
-                index, request = pending.pop()
-                own = np.random.default_rng(10_000 + index).integers(24, 264, OWN_IDS).tolist()
-                await stateless.ask(Request((*own, *request.ids), request.images, request.refs, f"s{index}"))
-
-        await run_for(options.seconds, stateless.tally, [one_after_another] * options.episodes)
-    first, second = sticky.tally.report(), stateless.tally.report()
-    ratios = {
-        key: float(first[key]) / max(float(second[key]), 1e-9)
-        for key in ("requests_per_s", "served_tokens_per_s")
-    }
-    settings = {key: getattr(options, key) for key in ("episodes", "turns", "size", "new_tokens", "seconds")}
-    return {"settings": settings, "sticky": first, "stateless": second, "ratio": ratios}
-
-
-def main() -> None:
-    """Command line."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--url", required=True)
-    parser.add_argument(
-        "--model", type=Path, required=True, help="the served model's folder (image processor)"
+def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command line. What cannot work ends the program with a sentence."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--episodes", type=int, default=64, help="side by side")
-    parser.add_argument("--turns", type=int, default=10, help="screenshots an episode")
-    parser.add_argument("--size", default="1504x832")
-    parser.add_argument("--new-tokens", type=int, default=32)
-    parser.add_argument("--seconds", type=float, default=120, help="at most, for each of the two phases")
-    parser.add_argument("--timeout-s", type=float, default=300, help="of one request, and of the warm-up")
-    parser.add_argument("--out", type=Path, help="also write the JSON there")
-    options = parser.parse_args()
-    found = asyncio.run(measure(options.url, options.model, options))
+    add = parser.add_argument
+    add("--model", type=Path, required=True, help="folder of the served model")
+    add("--url", help="a server that runs; else --start")
+    add("--start", choices=("sglang", "embedded"), help="start one for the measurement")
+    add("--python", default="", help="interpreter of the SGLang environment")
+    add("--tp", type=int, default=1)
+    add("--engine-args", default="", help="more arguments of the server, separated by blanks")
+    add("--engine-gpus", default="", help="CUDA_VISIBLE_DEVICES of the started server, e.g. 1")
+    add("--parts", default=",".join(PARTS), help="which, in this order")
+    add("--dtype", choices=("bf16", "fp32"), default="bf16")
+    add("--device", default="cuda", help="of the started embedded server, and of transformers")
+    add("--trainer-device", default="cuda:0", help="where published weights come from; cpu without a GPU")
+    add("--way", choices=("broadcast", "disk", "ipc"), default="broadcast")
+    add("--bucket-mb", type=int, default=512)
+    add("--num-tokens", type=int, default=2000, help="sampled tokens of the gap")
+    add("--episodes", type=int, default=64, help="side by side")
+    add("--turns", type=int, default=10, help="screenshots an episode")
+    add("--size", default="1504x832", help="of a screenshot, px")
+    add("--new-tokens", type=int, default=32, help="sampled a turn")
+    add("--seconds", type=float, default=120, help="at most, for each of the two phases of episodes")
+    add("--timeout-s", type=float, default=300, help="of one request, of the warm-up, of a publish")
+    add("--out", type=Path, help="also write the JSON there")
+    options = parser.parse_args(argv)
+    options.parts = tuple(filter(None, options.parts.split(",")))
+    options.url = (options.url or "").rstrip("/")
+    if unknown := [part for part in options.parts if part not in PARTS]:
+        parser.error(f"--parts: {unknown[0]!r} is none of {', '.join(PARTS)}")
+    if bool(options.url) == bool(options.start):
+        parser.error("give either --url or --start")
+    if not (options.model / "config.json").is_file():
+        parser.error(f"--model: {options.model} holds no config.json")
+    if not re.fullmatch(r"[1-9][0-9]*x[1-9][0-9]*", options.size):
+        parser.error(f"--size: {options.size!r} is no WIDTHxHEIGHT, e.g. 1504x832")
+    for name in ("tp", "bucket_mb", "num_tokens", "episodes", "turns", "new_tokens", "seconds", "timeout_s"):
+        if getattr(options, name) <= 0:
+            parser.error(f"--{name.replace('_', '-')} must be above 0")
+    if options.device == "cpu":
+        options.trainer_device = "cpu"
+    return options
+
+
+@contextmanager
+def server(options: argparse.Namespace) -> Iterator[str]:
+    """The URL of the server that is measured; one that was started here ends with the block."""
+    if options.url:
+        yield options.url
+        return
+    from rollout.engines.process import EngineProcess
+    from slime_cua.config.rollout import EngineConfig
+
+    config = EngineConfig(
+        kind=options.start,
+        python=options.python,
+        tp=options.tp,
+        dtype=options.dtype,
+        max_batch=options.episodes,
+        extra_args=tuple(options.engine_args.split()),
+        start_timeout_s=900.0,
+        request_timeout_s=options.timeout_s,
+    )
+    seen = os.environ.get("CUDA_VISIBLE_DEVICES")
+    with TemporaryDirectory(prefix="bench_rollout_") as folder:
+        device = "cpu" if options.device == "cpu" else "cuda"
+        engine = EngineProcess(config, options.model, Path(folder) / "engine.log", device=device)
+        if options.engine_gpus:
+            os.environ["CUDA_VISIBLE_DEVICES"] = options.engine_gpus
+        try:
+            engine.start()
+        finally:
+            if options.engine_gpus:
+                os.environ.pop("CUDA_VISIBLE_DEVICES")
+                os.environ.update({"CUDA_VISIBLE_DEVICES": seen} if seen is not None else {})
+        try:
+            yield engine.url
+        finally:
+            engine.stop()
+
+
+def measure_parts(url: str, options: argparse.Namespace, found: dict[str, Any]) -> None:
+    """Each part's figures into `found`, as soon as they are there."""
+    import bench_rollout_load
+    import bench_rollout_parts as parts
+
+    with TemporaryDirectory(prefix="bench_rollout_weights_") as folder:
+        for part in options.parts:
+            print(f"measuring: {part}", file=sys.stderr, flush=True)
+            if part == "contract":
+                found[part] = parts.contract(url, 4 * options.timeout_s)
+            elif part == "gap":
+                found[part] = parts.gap(
+                    url, options.model, options.num_tokens, options.device, options.dtype, options.timeout_s
+                )
+            elif part == "publish":
+                found[part] = parts.publish(
+                    url,
+                    options.model,
+                    way=options.way,
+                    device=options.trainer_device,
+                    engine_device=f"cuda:{options.engine_gpus.split(',')[0] or 0}",
+                    bucket_mb=options.bucket_mb,
+                    tp=options.tp,
+                    timeout_s=options.timeout_s,
+                    folder=Path(folder),
+                )
+            else:
+                found[part] = asyncio.run(bench_rollout_load.measure(url, options.model, options))
+
+
+def main() -> int:
+    """0 when everything was measured and every goal is met, 1 when not, 2 for a wrong command line."""
+    options = arguments()
+    from bench_rollout_parts import goals  # seconds to import: a wrong command line is told before
+
+    from slime_cua.core.errors import SlimeCuaError
+
+    found: dict[str, Any] = {}
+    problem = ""
+    try:
+        with server(options) as url:
+            measure_parts(url, options, found)
+    except (SlimeCuaError, TimeoutError, OSError) as error:
+        problem = f"{type(error).__name__}: {error}"
     text = json.dumps(found, indent=1)
     print(text)
     if options.out:
         options.out.write_text(text)
+    lines = goals(found)
+    print("\n".join(lines))
+    if problem:
+        print(f"stopped: {problem}", file=sys.stderr)
+    return int(bool(problem) or any(line.startswith("MISS") for line in lines))
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())
