@@ -240,6 +240,14 @@ async def one_round(seed: int, renderer: Renderer, folder: Path) -> Run:
         finally:
             for engine in run.engines:
                 engine.close()
+        faults = machine.provider.faults
+        kept_back = (
+            faults.num_hung_screenshots,
+            faults.num_deaths,
+            faults.num_lost_replies,
+            faults.num_failing_boots,
+        )
+        assert kept_back == (0, 0, 0, 0), "the fault did not happen"
         async with rig.http() as http:
             left: list[Any] = [0]
             for _ in range(450):  # one that was being asked for when the run ended lives as long as its lease
