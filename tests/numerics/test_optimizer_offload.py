@@ -58,3 +58,24 @@ def test_training_and_resuming_with_moments_on_the_host_are_the_same(tmp_path: P
     assert offloaded["count"] == plain["count"] > 0
     assert offloaded["devices"] == {"cpu"}
     assert plain["devices"] == {"cuda" if torch.cuda.is_available() else "cpu"}
+
+
+def test_moments_move_and_nothing_else_does(tmp_path: Path) -> None:
+    """A device without memory in place of the other one, so that this is seen on a CPU, too."""
+    samples, store = make_samples()
+    trainer = TrainerRank(TrainerConfig(dtype="fp32", max_tokens_per_rank=512))
+    try:
+        trainer.load(make_qwen35(tmp_path / "model", FULL))
+        trainer.train_step(samples, store, "sft")
+        here = trainer.layout.device.type
+        assert {moment.device.type for moment in moments(trainer)} == {here}
+        trainer.optimizer.move_moments(torch.device("meta"))
+        assert {moment.device.type for moment in moments(trainer)} == {"meta"}
+        assert {p.device.type for p in trainer.model.module.parameters()} == {here}
+        megatron = trainer.optimizer.megatron
+        for part in getattr(megatron, "chained_optimizers", [megatron]):
+            for parameter, state in part.optimizer.state.items():
+                assert parameter.device.type == here
+                assert all(x.device.type != "meta" for name, x in state.items() if name not in MOMENTS)
+    finally:
+        trainer.close()
