@@ -27,6 +27,8 @@ MIN_POLL_S = 0.05
 READY_POLL_S = 0.25
 LOOK_TIMEOUT_S = 10.0
 MAX_SKEW_S = 1.0
+MAX_PICTURE_PX = 8192 * 8192
+"""The largest screen there may be: a program of the policy's can be what answers on a machine."""
 
 
 class OSWorldDriver:
@@ -194,11 +196,16 @@ class OSWorldDriver:
         picture = await self.server.screenshot(LOOK_TIMEOUT_S)
         try:
             with Image.open(io.BytesIO(picture)) as image:
+                width, height = image.size
+                if width * height > MAX_PICTURE_PX:
+                    raise SandboxError(
+                        f"{self.server.url} sends a picture of {width}x{height}: nothing of it was read"
+                    )
                 if image.format == "PNG":
                     await asyncio.to_thread(image.load)
                     return picture
                 found = image.format
-        except (OSError, SyntaxError, ValueError) as error:
+        except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
             raise SandboxError(f"{self.server.url} sent a broken screenshot: {error}") from None
         raise SandboxError(f"{self.server.url} sends {found} screenshots, not PNG")
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
+import struct
 import subprocess
 import sys
+import zlib
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -269,6 +271,30 @@ async def test_an_answer_that_is_no_picture_is_not_health() -> None:
 
     with pytest.raises(SandboxError, match=r"was not ready in 0\.5 s"):
         await make_ready(OSWorldDriver(Blind(0.0, True), (8, 8), {}, end), 0.5, "password")
+
+
+@pytest.mark.parametrize("wh_px", [(10_000, 8_000), (60_000, 60_000)])
+async def test_a_picture_that_would_fill_the_hosts_memory_is_refused_before_it_is_read(
+    wh_px: tuple[int, int],
+) -> None:
+    """A PNG of a few hundred kilobytes may unpack to gigabytes."""
+    from sandbox_cluster.providers.osworld_driver import OSWorldDriver
+    from sandbox_cluster.wire import Reply
+
+    header = b"IHDR" + struct.pack(">IIBBBBB", *wh_px, 8, 2, 0, 0, 0)
+    start = b"\x89PNG\r\n\x1a\n" + struct.pack(">I", 13) + header + struct.pack(">I", zlib.crc32(header))
+    picture = start + struct.pack(">I", 1 << 20) + b"IDAT" + zlib.compress(bytes(1 << 20))
+
+    class Bomb(_Clock):
+        async def call(self, method, path, body=b"", kind="", timeout_s=1.0):  # type: ignore[no-untyped-def,override]
+            return Reply(200, {}, picture)
+
+    async def end() -> None:
+        pass
+
+    driver = OSWorldDriver(Bomb(0.0, True), (8, 8), {}, end)
+    with pytest.raises(SandboxError, match=r"nothing of it was read|broken screenshot.*bomb"):
+        await driver.capture(Settle(quiet_ms=0, max_ms=0))
 
 
 def test_the_watching_program_gives_the_error_number_of_a_bad_start() -> None:
