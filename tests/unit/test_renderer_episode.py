@@ -12,12 +12,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollout.actions import ActionSpace, format_action, parse
-from rollout.context import ContextPolicy, LastImages, SkipOnNoChange, SlidingWindow
+from rollout.context import (
+    Composed,
+    ContextPolicy,
+    LastImages,
+    SkipOnMcpSuccess,
+    SkipOnNoChange,
+    SlidingWindow,
+)
 from rollout.renderer import EpisodeRenderer, Prompt, Renderer, replay
-from slime_cua.core.actions import GuiAction
+from slime_cua.core.actions import GuiAction, McpAction
 from slime_cua.core.coordinates import Point
 from slime_cua.core.errors import ConfigError
-from slime_cua.core.types import ImageRef, Observation, Turn
+from slime_cua.core.types import Episode, ImageRef, Observation, Turn
+from slime_cua.data.segments import build_segments
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY = ROOT / "models" / "tiny_base"
@@ -255,6 +263,71 @@ def test_turns_replay_to_every_prompt_id_for_id(seed: int, policy: ContextPolicy
     assert replay(turns) == [(prompt.ids, prompt.images) for prompt in prompts]
     assert turns[0].starts_segment
     assert sum(turn.starts_segment for turn in turns) >= 1
+
+
+POLICIES = (
+    SlidingWindow(3, 2),
+    LastImages(2),
+    SkipOnMcpSuccess(),
+    SkipOnNoChange(),
+    Composed((SkipOnMcpSuccess(), SkipOnNoChange(), SlidingWindow(3, 1))),
+    Composed((SkipOnNoChange(), LastImages(2))),
+)
+
+
+@given(st.integers(0, 10**6), st.sampled_from(POLICIES))
+@settings(max_examples=40, deadline=None)
+def test_every_response_is_trained_in_one_segment_after_the_very_prompt_that_the_engine_saw(
+    seed: int, policy: ContextPolicy
+) -> None:
+    renderer = _SHARED.setdefault("tiny", Renderer(TINY, ActionSpace(), prompt="short"))
+    rng = random.Random(seed)
+    episode = EpisodeRenderer(renderer, policy)
+    episode.start(TASK, shot("a"))
+    turns: list[Turn] = []
+    prompts: list[Prompt] = []
+    action = McpAction(name="x") if seed % 2 else GuiAction(kind="wait")
+    for index in range(rng.randint(1, 9)):
+        prompts.append(episode.prompt())
+        ids = (1000 + index, *(rng.randrange(300, 900) for _ in range(rng.randint(0, 5))))
+        turns.append(
+            Turn(
+                index=index,
+                starts_segment=prompts[-1].starts_segment,
+                context_ids=prompts[-1].context_ids,
+                context_images=prompts[-1].context_images,
+                response_ids=ids,
+                response_logp=(-1.0,) * len(ids),
+                response_versions=(0,) * len(ids),
+                action=action,
+            )
+        )
+        episode.add_response(ids)
+        image = rng.choice([None, shot("a"), shot("b")])
+        text = rng.choice([None, "x"]) if image else "x"
+        episode.add_observation(
+            Observation(image=image, text=text), action.type, rng.choice([None, True, False])
+        )
+    played = Episode(
+        episode_id="e", group_id="g", task_id="t", turns=tuple(turns), reward=1.0, stop_reason="max_turns"
+    )
+    segments = build_segments(played)
+    assert len(segments) == sum(turn.starts_segment for turn in turns)
+    for turn, prompt in zip(turns, prompts, strict=True):
+        found = [
+            (segment, place)
+            for segment in segments
+            for place, (token, on) in enumerate(zip(segment.token_ids, segment.is_trained, strict=True))
+            if on and token == turn.response_ids[0]
+        ]
+        ((segment, start),) = found
+        assert segment.token_ids[:start] == prompt.ids
+        assert segment.images[: len(prompt.images)] == prompt.images
+        end = start + len(turn.response_ids)
+        assert segment.token_ids[start:end] == turn.response_ids and all(segment.is_trained[start:end])
+    assert sum(sum(segment.is_trained) for segment in segments) == sum(
+        len(turn.response_ids) for turn in turns
+    )
 
 
 _SHARED: dict[str, Renderer] = {}
