@@ -35,7 +35,10 @@ fi
 "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || die "$python is missing or older than 3.11: install a newer one, then set SLIME_CUA_PYTHON"
 mark=.venv/.installed
 stamp=$(cat requirements/cpu.lock setup.py scripts/env.sh | sha256sum | cut -d' ' -f1)
-if [ -f "$mark" ] && [ "$(cat "$mark")" = "$stamp" ]; then exit 0; fi
+compile() { # our modules, which pip leaves alone: where PYTHONDONTWRITEBYTECODE is set, every process of a run would compile them anew
+  .venv/bin/python -m compileall -q slime_cua rollout sandbox_cluster megatron_patches tests >/dev/null || true
+}
+if [ -f "$mark" ] && [ "$(cat "$mark")" = "$stamp" ]; then compile; exit 0; fi
 if [ ! -x .venv/bin/pip ]; then
   say "making .venv with $("$python" --version)"
   "$python" -m venv .venv || die "no venv module: apt-get install python3-venv, or set SLIME_CUA_PYTHON"
@@ -65,5 +68,6 @@ fi
 say "installing the pinned Python packages of requirements/cpu.lock (about 500 MB to download)"
 install -r requirements/cpu.lock
 install --no-deps --no-build-isolation -e .
+compile
 printf '%s' "$stamp" > "$mark"
 say "ready: .venv/bin/slime-cua --help"

@@ -11,7 +11,7 @@
 # - Places. Ports are free ones, asked of the kernel or drawn (slime_cua/core/ports.py). Desktops are display :0 in namespaces of
 #   their own and claim their host user (providers/users.py). Folders are pytest's temporary ones. Of mounts, which the tests of
 #   local desktops compare, other parts make one, whose name those leave out.
-# - Processes. All are ended by pid or by a mark that is drawn for each test. Ray runs in one part only.
+# - Processes. All are ended by pid or by a mark that is drawn for each test. Each Ray has a folder and ports of its own.
 # - Memory. Trainers of the numerics and the main job's are not there at the same time.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -39,9 +39,9 @@ start() { # NAME COMMAND...: beside what runs already
   "${@:2}" >"$said/${1// /_}" 2>&1 </dev/null &
   part_of[$!]=$1
 }
-finish() { # waits for all that was started and shows each as it ends
+finish() { # [NAME]: waits until that part, or every one, has ended, and shows what ends
   local pid
-  while [ ${#part_of[@]} -gt 0 ]; do
+  while [ ${#part_of[@]} -gt 0 ] && { [ $# = 0 ] || [[ " ${part_of[*]/#/:} " == *" :$1 "* ]]; }; do
     wait -n -p pid "${!part_of[@]}" || is_good=
     printf '\n== %s has ended (%s s)\n' "${part_of[$pid]}" "$SECONDS"
     cat "$said/${part_of[$pid]// /_}"
@@ -67,8 +67,8 @@ set -m # a part is a process group with Ctrl-C in force: in the background witho
 is_good=yes
 tests=("${pytest[@]}" -p no:cacheprovider -m "not gpu" --durations=15)
 replay=tests/e2e/test_replay_live.py kills=tests/e2e/test_kill_anywhere.py
-main_jobs=(tests/e2e/test_{main_job,interrupts,bad_input}.py)
-elsewhere=("$replay" "$kills" "${main_jobs[@]}")
+main_jobs=(tests/e2e/test_{main_job,lost_parts,bad_input}.py) interrupts=tests/e2e/test_interrupts.py
+elsewhere=("$replay" "$kills" "$interrupts" "${main_jobs[@]}")
 lint() { .venv/bin/ruff check . && .venv/bin/ruff format --check -q .; }
 types_and_numerics() {
   local code=0
@@ -81,8 +81,10 @@ types_and_numerics() {
 timed "lint" lint
 start "types and numerics" types_and_numerics
 start "unit and contract" timed "unit and contract" "${tests[@]}" "$replay" tests/unit tests/contract
-finish
+finish "types and numerics"
 start "killed runs" timed "killed runs" nice -n 10 "${tests[@]}" "$kills"
+finish "unit and contract"
+start "interrupts" timed "interrupts" "${tests[@]}" "$interrupts" # a start waits for one process after the other: two jobs fill two cores
 start "main jobs" timed "main jobs" "${tests[@]}" "${main_jobs[@]}"
 start "desktops" timed "desktops" "${tests[@]}" tests/e2e "${elsewhere[@]/#/--ignore=}"
 finish

@@ -28,6 +28,7 @@ from rollout.scheduler import Scheduler
 from rollout.worker import _duration_s
 from slime_cua.algo.frontier import make_sampler
 from slime_cua.config.run import RunConfig
+from slime_cua.core.startup import heavy_imports
 from slime_cua.core.types import EpisodeGroup
 from slime_cua.data.episodes import EpisodeStore
 from slime_cua.data.images import ImageStore
@@ -275,9 +276,10 @@ def main() -> None:
     parser.add_argument("--damaged", action="store_true")
     options = parser.parse_args()
     model = make_qwen35(options.folder / "model", layer_types=("full_attention",))
-    warm = TrainerRank(config_of(options.folder).trainer)
-    warm.load(model)
-    warm.close()
+    with heavy_imports():  # nor does the collector of a forked run copy what it does not use
+        warm = TrainerRank(config_of(options.folder).trainer)
+        warm.load(model)
+        warm.close()
     if options.damaged:
         print(json.dumps({"console": go_on_from_damage(options.folder, model)}))
         return

@@ -18,7 +18,16 @@ grep SigIgn /proc/self/status >> ignored
 case "$0 $*" in *"${FAILS:-nothing}"*) echo "this part is broken"; exit 3;; esac
 case "$0 $*" in *"${HANGS:-nothing}"*) exec sleep 100;; esac
 """
-PARTS = {"lint", "types", "numerics", "unit and contract", "killed runs", "main jobs", "desktops"}
+PARTS = {
+    "lint",
+    "types",
+    "numerics",
+    "unit and contract",
+    "killed runs",
+    "interrupts",
+    "main jobs",
+    "desktops",
+}
 
 
 @pytest.fixture
