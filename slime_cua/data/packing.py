@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -223,7 +223,9 @@ def _padded(item: _Item, multiple: int, pad_id: int) -> _Item:
         return item
     pads = empty_batch(num, pad_id)
     names = ("input_ids_T", "target_T", "is_trained_T", "old_logp_T", "version_T", "sees_image_T")
-    streams = {name: np.concatenate([getattr(item, name), getattr(pads, name)]) for name in names}
+    streams: dict[str, Any] = {
+        name: np.concatenate([getattr(item, name), getattr(pads, name)]) for name in names
+    }
     step_T = np.concatenate([item.step_T, np.full(num, NOT_SAMPLED, dtype=item.step_T.dtype)])
     return replace(item, **streams, step_T=step_T, num_padding=num)
 

@@ -237,7 +237,7 @@ def _restore(
     return int(manifest["step"])
 
 
-def unfitting(path: Path, error: Exception) -> CheckpointError:
+def unfitting(path: Path, error: object) -> CheckpointError:
     """What to say of a checkpoint whose tensors are not those of the model. Megatron lists hundreds of names: the first ones tell."""
     reason = " ".join(str(error).split())
     reason = reason if len(reason) < 400 else f"{reason[:400]} ..."

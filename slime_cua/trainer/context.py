@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, overload
 
 import torch
 import torch.distributed as dist
@@ -59,7 +59,19 @@ def share_of(batch: Microbatch, group: Any) -> Share:
     return Share(own, token_L, place_Q, len(row_R))
 
 
-class RowsOfAll(torch.autograd.Function):
+@overload
+def rows_of_all(own_Q: torch.Tensor, share: Share, group: Any) -> torch.Tensor: ...
+@overload
+def rows_of_all(own_Q: None, share: Share, group: Any) -> None: ...
+def rows_of_all(own_Q: torch.Tensor | None, share: Share, group: Any) -> torch.Tensor | None:
+    """[R] of the micro-batch from what each rank has for its trained rows [Q]; None stays None. A collective."""
+    if own_Q is None:
+        return None
+    whole_R: torch.Tensor = _RowsOfAll.apply(own_Q, share.place_Q, share.num_rows, group)
+    return whole_R
+
+
+class _RowsOfAll(torch.autograd.Function):
     """[R] from each rank's [Q]. Every rank computes the same loss of all rows, so each keeps the gradient of its own."""
 
     @staticmethod

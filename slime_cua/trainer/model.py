@@ -18,7 +18,7 @@ from slime_cua.convert import ExpertLayout, TensorInfo, expert_layout, read_conf
 from slime_cua.kernels.linear_logprob import linear_logprob
 from slime_cua.trainer.attention_check import check_packed_attention
 from slime_cua.trainer.batch import Microbatch
-from slime_cua.trainer.context import RowsOfAll, share_of
+from slime_cua.trainer.context import rows_of_all, share_of
 from slime_cua.trainer.lora import Adapters
 from slime_cua.trainer.routing import Routing
 from slime_cua.trainer.vision import VisionTower
@@ -105,11 +105,7 @@ class PolicyModel:
         )
         if share is None:
             return found
-        place_Q, num_rows = share.place_Q, share.num_rows
-        logp_R, entropy_R = (
-            None if own_Q is None else RowsOfAll.apply(own_Q, place_Q, num_rows, group) for own_Q in found
-        )
-        return logp_R, entropy_R
+        return rows_of_all(found[0], share, group), rows_of_all(found[1], share, group)
 
     def load_weights(self, hf_dir: Path | str, tensors: dict[str, TensorInfo]) -> None:
         """Read a folder of the same architecture into the (base) weights. tensors: as of the constructor."""
