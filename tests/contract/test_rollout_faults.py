@@ -156,6 +156,9 @@ class Run:
         self.draw, self.fault = random.Random(seed), FAULTS[seed % len(FAULTS)]
         self.engines = [ScriptedEngine(renderer, seed) for _ in range(2)]
         self.urls = [engine.url for engine in self.engines]
+        self.break_at = self.draw.randrange(NUM_STEPS - 1)
+        """The step in which something fails."""
+        self.is_time = asyncio.Event()
         self.trained: list[EpisodeGroup] = []
         self.num_lives = 1
 
@@ -165,6 +168,8 @@ class Run:
         breaking = asyncio.create_task(self.break_something(side))
         side.worker.release()
         while (version := side.worker.scheduler.version) < NUM_STEPS:
+            if version >= self.break_at:
+                self.is_time.set()
             try:
                 groups = await side.worker.next_batch()
             except OSError as error:
@@ -191,7 +196,8 @@ class Run:
         side.client.set_engines(self.urls, version)
 
     async def break_something(self, side: Side) -> None:
-        await asyncio.sleep(self.draw.uniform(0.0, 0.4))
+        await self.is_time.wait()
+        await asyncio.sleep(self.draw.uniform(0.0, 0.3))
         faults, count = self.machine.provider.faults, 1 + self.draw.randrange(2)
         if self.fault in ("an engine is killed", "the router restarts"):
             hit = self.engines if self.fault == "the router restarts" else self.engines[:1]
