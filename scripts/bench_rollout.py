@@ -44,7 +44,11 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--dtype", choices=("bf16", "fp32"), default="bf16")
     add("--device", default="cuda", help="of the started embedded server, and of transformers")
     add("--trainer-device", default="cuda:0", help="where published weights come from; cpu without a GPU")
-    add("--way", choices=("broadcast", "disk", "ipc"), default="broadcast")
+    add(
+        "--way",
+        choices=("broadcast", "disk", "ipc"),
+        help="default: broadcast with --engine-gpus or on a CPU; on one GPU ipc for sglang, else disk",
+    )
     add("--bucket-mb", type=int, default=512)
     add("--num-tokens", type=int, default=2000, help="sampled tokens of the gap")
     add("--episodes", type=int, default=64, help="side by side")
@@ -70,6 +74,9 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
             parser.error(f"--{name.replace('_', '-')} must be above 0")
     if options.device == "cpu":
         options.trainer_device = "cpu"
+    if options.way is None:
+        is_apart = bool(options.engine_gpus) or options.device == "cpu"
+        options.way = "broadcast" if is_apart else "disk" if options.start == "embedded" else "ipc"
     return options
 
 
