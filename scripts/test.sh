@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
 # Installs what is missing, then lint, types, unit, contract, numerics and a short end-to-end run.
-#   bash scripts/test.sh                  everything (35 to 40 minutes on 2 cores)
+#   bash scripts/test.sh                  everything (about 20 minutes on 2 cores, the installation included)
 #   bash scripts/test.sh tests/unit -k x  the same set-up, then pytest with these arguments only
 #
 # Parts run beside each other, each a pytest process; what a part says is shown whole when it ends. Why they do not disturb
 # each other:
-# - Time. Types, numerics and killed runs compute, and no deadline of theirs is shorter than a minute: they run at low
+# - Time. Types, numerics, killed runs and main jobs compute, and no deadline of theirs is shorter than a minute: they run at low
 #   priority, in what the others leave. Those have deadlines and wait most of the time. Unit and contract, which have short ones,
 #   have no other neighbour; nor has the replay that is held against the clock, which is their first test.
 # - Places. Ports are free ones, asked of the kernel or drawn (slime_cua/core/ports.py). Desktops are display :0 in namespaces of
@@ -83,9 +83,10 @@ start "types and numerics" types_and_numerics
 start "unit and contract" timed "unit and contract" "${tests[@]}" "$replay" tests/unit tests/contract
 finish "types and numerics"
 start "killed runs" timed "killed runs" nice -n 10 "${tests[@]}" "$kills"
+finish "killed runs"
+start "main jobs" timed "main jobs" nice -n 10 "${tests[@]}" "${main_jobs[@]}"
 finish "unit and contract"
 start "interrupts" timed "interrupts" "${tests[@]}" "$interrupts" # a start waits for one process after the other: two jobs fill two cores
-start "main jobs" timed "main jobs" "${tests[@]}" "${main_jobs[@]}"
 start "desktops" timed "desktops" "${tests[@]}" tests/e2e "${elsewhere[@]/#/--ignore=}"
 finish
 printf '\n== seconds of each part\n'
