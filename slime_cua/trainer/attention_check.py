@@ -1,24 +1,99 @@
 """Does the attention kernel of this machine compute right gradients for packed sequences? Asked once, before anything is trained.
 
 Transformer Engine 2.11.0 with torch 2.11.0+cu130 on an H200 does not, for 24 heads of 256 over 4 key heads, packed and causal: the output is
-right (0.002 from float64), the query gradient is 0.20 away and those of keys and values are NaN.
+right (0.002 from float64), the query gradient is 0.20 away and those of keys and values are NaN. There its attention alone is replaced by
+the plain one of megatron_patches; its linear layers and norms stay.
 """
 
 from __future__ import annotations
 
 import itertools
+import logging
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
+from megatron_patches.te_standin.attention import DotProductAttention
 from slime_cua.core.errors import ConfigError
 from slime_cua.trainer.context import own_tokens
+
+logger = logging.getLogger(__name__)
 
 LENGTHS = (700, 1337)
 """Tokens of the two packed sequences: those at which wrong gradients were seen. Both span several tiles of a kernel and end within one."""
 MAX_DISTANCE = 0.05
 """Relative distance of output and gradients to float32; bf16 rounding is below 0.01."""
+
+
+def settle_packed_attention(model: torch.nn.Module, dtype: torch.dtype, device: torch.device) -> None:
+    """Ask the model's packed attention; where Transformer Engine's is wrong, put the plain one in its place, in every layer.
+
+    ConfigError when the plain one is wrong, too. A collective: what one rank finds wrong all ranks replace.
+    """
+    layers = _layers(model)
+    if not layers or isinstance(layers[0], DotProductAttention):
+        check_packed_attention(model, dtype, device)
+        return
+    fault = ""
+    try:
+        check_packed_attention(model, dtype, device)
+    except ConfigError as error:
+        fault = str(error)
+    if not _is_any_rank(bool(fault), device):
+        return
+    for layer in layers:
+        layer.forward = _plain_forward(layer.config)
+    check_packed_attention(model, dtype, device)
+    logger.warning("attention of megatron_patches takes the place of Transformer Engine's: %s", fault)
+
+
+def _is_any_rank(flag: bool, device: torch.device) -> bool:
+    if not dist.is_initialized():
+        return flag
+    answer = torch.tensor([int(flag)], device=device)
+    dist.all_reduce(answer, op=dist.ReduceOp.MAX)
+    return bool(answer.item())
+
+
+def _layers(model: torch.nn.Module) -> list[Any]:
+    return [m for m in model.modules() if type(m).__name__ == "TEDotProductAttention"]
+
+
+def _plain_forward(config: Any) -> Callable[..., torch.Tensor]:
+    """Megatron's call of packed attention, answered by the plain one."""
+    group = None
+    if config.context_parallel_size > 1:
+        from megatron.core import mpu
+
+        group = mpu.get_context_parallel_group()
+    plain = DotProductAttention(
+        config.num_attention_heads,
+        config.kv_channels,
+        softmax_scale=getattr(config, "softmax_scale", None),
+        cp_group=group,
+    )
+
+    def forward(
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        attn_mask_type: Any,
+        attention_bias: torch.Tensor | None = None,
+        packed_seq_params: Any = None,
+        num_splits: int | None = None,
+    ) -> torch.Tensor:
+        names = ("cu_seqlens_q", "cu_seqlens_kv", "max_seqlen_q", "max_seqlen_kv")
+        packed = {name: getattr(packed_seq_params, name) for name in names}
+        result: torch.Tensor = plain(
+            query, key, value, qkv_format="thd", attn_mask_type=attn_mask_type.name, **packed
+        )
+        return result
+
+    return forward
 
 
 def check_packed_attention(model: torch.nn.Module, dtype: torch.dtype, device: torch.device) -> None:
@@ -27,17 +102,17 @@ def check_packed_attention(model: torch.nn.Module, dtype: torch.dtype, device: t
     Asks the first TEDotProductAttention of `model`, on random queries, keys and values of its head counts; nothing is kept. A
     collective where sequences are cut over context-parallel ranks: each asks for its own tokens.
     """
-    layer: Any = next((m for m in model.modules() if type(m).__name__ == "TEDotProductAttention"), None)
-    if layer is None:
+    layers = _layers(model)
+    if not layers:
         return
+    layer = layers[0]
     apart = _distances(layer, dtype, device)
     worst = max(apart, key=lambda name: apart[name] if math.isfinite(apart[name]) else math.inf)
     if not apart[worst] <= MAX_DISTANCE:
         raise ConfigError(
             f"packed attention is wrong on this machine: {worst} is {apart[worst]:.3f} away from float32 "
             f"(relative; at most {MAX_DISTANCE}) with {layer.config.num_attention_heads} heads of {layer.config.kv_channels}. "
-            "Choose another kernel of Transformer Engine (NVTE_FUSED_ATTN=0 or NVTE_FLASH_ATTN=0) or another release, or uninstall "
-            "transformer_engine: the plain one that comes with slime_cua takes its place"
+            "Choose another kernel of Transformer Engine (NVTE_FUSED_ATTN=0 or NVTE_FLASH_ATTN=0), another release, or another torch"
         )
 
 

@@ -16,7 +16,7 @@ import megatron_patches
 from slime_cua.config.trainer import TrainerConfig
 from slime_cua.convert import ExpertLayout, TensorInfo, expert_layout, read_config
 from slime_cua.kernels.linear_logprob import linear_logprob
-from slime_cua.trainer.attention_check import check_packed_attention
+from slime_cua.trainer.attention_check import settle_packed_attention
 from slime_cua.trainer.batch import Microbatch
 from slime_cua.trainer.context import rows_of_all, share_of
 from slime_cua.trainer.lora import Adapters
@@ -55,7 +55,7 @@ class PolicyModel:
         )
         self.module = get_mcore_model(self.config)[0]
         if torch.cuda.is_available() and config.dtype == "bf16" and not is_empty:
-            check_packed_attention(self.module, DTYPES[config.dtype], torch.device("cuda"))
+            settle_packed_attention(self.module, DTYPES[config.dtype], torch.device("cuda"))
         _keep_float32(self.module, tensors)
         _keep_expert_layout(self.config.bridge, expert_layout(tensors, read_config(hf_dir)))
         if not is_empty:

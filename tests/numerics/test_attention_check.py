@@ -11,7 +11,7 @@ import torch
 import megatron_patches
 from megatron_patches.te_standin.attention import DotProductAttention
 from slime_cua.core.errors import ConfigError
-from slime_cua.trainer.attention_check import check_packed_attention
+from slime_cua.trainer.attention_check import check_packed_attention, settle_packed_attention
 
 CPU = torch.device("cpu")
 
@@ -54,7 +54,7 @@ def test_a_right_kernel_passes(dtype: torch.dtype, num_groups: int):
 
 def test_a_right_output_with_a_gradient_that_is_lost_is_named():
     layer = TEDotProductAttention(lambda q, k, v: (q, k.detach() + 0 * k, v))
-    with pytest.raises(ConfigError, match=r"gradient of keys is 1\.000 away.*uninstall"):
+    with pytest.raises(ConfigError, match=r"gradient of keys is 1\.000 away.*NVTE_FUSED_ATTN=0"):
         check_packed_attention(torch.nn.Sequential(layer), torch.float32, CPU)
 
 
@@ -71,6 +71,30 @@ def test_a_gradient_that_is_not_a_number_is_named():
     layer = TEDotProductAttention(lambda q, k, v: (q, k, Broken.apply(v)))
     with pytest.raises(ConfigError, match="gradient of values is nan"):
         check_packed_attention(layer, torch.float32, CPU)
+
+
+def test_a_wrong_kernel_is_replaced_in_every_layer(caplog: pytest.LogCaptureFixture):
+    model = torch.nn.Sequential(
+        *(TEDotProductAttention(lambda q, k, v: (q, k.detach() + 0 * k, v)) for _ in range(3))
+    )
+    settle_packed_attention(model, torch.float32, CPU)
+    for layer in model:
+        check_packed_attention(layer, torch.float32, CPU)
+    assert "takes the place" in caplog.text and "gradient of keys" in caplog.text
+
+
+def test_a_right_kernel_stays(caplog: pytest.LogCaptureFixture):
+    layer = TEDotProductAttention(lambda *x: x)
+    settle_packed_attention(layer, torch.float32, CPU)
+    assert "forward" not in vars(layer) and not caplog.text
+
+
+def test_where_the_plain_kernel_is_wrong_too_nothing_is_trained(monkeypatch: pytest.MonkeyPatch):
+    wrong = TEDotProductAttention(lambda q, k, v: (q, k, v * 1.1))
+    honest = DotProductAttention.forward
+    monkeypatch.setattr(DotProductAttention, "forward", lambda self, *x, **o: 2 * honest(self, *x, **o))
+    with pytest.raises(ConfigError, match="packed attention is wrong"):
+        settle_packed_attention(wrong, torch.float32, CPU)
 
 
 def test_a_model_without_such_a_layer_has_nothing_to_ask():
