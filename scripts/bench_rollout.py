@@ -58,6 +58,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--seconds", type=float, default=120, help="at most, for each of the two phases of episodes")
     add("--timeout-s", type=float, default=300, help="of one request, of the warm-up, of a publish")
     add("--out", type=Path, help="also write the JSON there")
+    add("--log", type=Path, help="keep the log of the started server there")
     options = parser.parse_args(argv)
     options.parts = tuple(filter(None, options.parts.split(",")))
     options.url = (options.url or "").rstrip("/")
@@ -102,7 +103,8 @@ def server(options: argparse.Namespace) -> Iterator[str]:
     seen = os.environ.get("CUDA_VISIBLE_DEVICES")
     with TemporaryDirectory(prefix="bench_rollout_") as folder:
         device = "cpu" if options.device == "cpu" else "cuda"
-        engine = EngineProcess(config, options.model, Path(folder) / "engine.log", device=device)
+        log = options.log or Path(folder) / "engine.log"
+        engine = EngineProcess(config, options.model, log, device=device)
         if options.engine_gpus:
             os.environ["CUDA_VISIBLE_DEVICES"] = options.engine_gpus
         try:

@@ -10,7 +10,7 @@ import argparse
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 SPECIAL_TOKENS = (
     "<|endoftext|>",
@@ -54,10 +54,15 @@ class RandomModelSpec:
     init_std: float = 0.06
     """Larger than a trained model's start, so that logits are not flat."""
     seed: int = 0
+    dtype: Literal["fp32", "bf16"] = "fp32"
+    """Of the folder's tensors."""
 
 
-def write_random_model(folder: Path, spec: RandomModelSpec | None = None) -> Path:
-    """Write a Qwen3.5 vision-language model of `spec` into `folder`, in fp32. Returns the folder."""
+def write_random_model(folder: Path, spec: RandomModelSpec | None = None, device: str = "cpu") -> Path:
+    """Write a Qwen3.5 vision-language model of `spec` into `folder`. Returns the folder.
+
+    device: where the values are drawn; those of another device are others.
+    """
     import torch
     from transformers import Qwen3_5ForConditionalGeneration, Qwen3_5MoeForConditionalGeneration
 
@@ -67,13 +72,14 @@ def write_random_model(folder: Path, spec: RandomModelSpec | None = None) -> Pat
     ids, vocab = _write_tokenizer(folder, spec.vocab)
     with torch.random.fork_rng():
         torch.manual_seed(spec.seed)
-        model = model_class(_config(spec, ids, vocab))
+        with torch.device(device):
+            model = model_class(_config(spec, ids, vocab))
         for name, parameter in model.named_parameters():
             if parameter.dim() > 1 and "conv1d" not in name:
                 torch.nn.init.normal_(parameter, std=spec.init_std)
             elif "norm" in name and name.endswith("weight"):
                 torch.nn.init.normal_(parameter, mean=parameter.mean().item(), std=0.1)
-    model.save_pretrained(folder)
+    model.to(torch.bfloat16 if spec.dtype == "bf16" else torch.float32).save_pretrained(folder)
     _name_what_others_read(folder)
     write_processor(folder)
     return folder
@@ -199,8 +205,38 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=Path)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--hidden", type=int, default=192, help="a multiple of --heads")
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--heads", type=int, default=4)
+    parser.add_argument("--kv-heads", type=int, default=2)
+    parser.add_argument("--head-dim", type=int, default=64)
+    parser.add_argument("--vision-hidden", type=int, default=128)
+    parser.add_argument(
+        "--linear-head-dim",
+        type=int,
+        default=0,
+        help="above 0: three of four layers are gated delta net, with heads of that width",
+    )
+    parser.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32")
+    parser.add_argument("--device", default="cpu", help="where the values are drawn")
     options = parser.parse_args()
-    print(write_random_model(options.folder, RandomModelSpec(seed=options.seed)))
+    kinds = tuple("full_attention" if i % 4 == 3 else "linear_attention" for i in range(options.layers))
+    spec = RandomModelSpec(
+        hidden=options.hidden,
+        layers=options.layers,
+        heads=options.heads,
+        kv_heads=options.kv_heads,
+        head_dim=options.head_dim,
+        vision_hidden=options.vision_hidden,
+        layer_types=kinds if options.linear_head_dim else (),
+        linear_key_heads=options.heads,
+        linear_value_heads=2 * options.heads,
+        linear_head_dim=options.linear_head_dim or 32,
+        init_std=0.06 if options.hidden < 512 else 0.02,
+        seed=options.seed,
+        dtype=options.dtype,
+    )
+    print(write_random_model(options.folder, spec, options.device))
 
 
 if __name__ == "__main__":
