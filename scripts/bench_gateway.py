@@ -149,7 +149,9 @@ async def bench_memory(
     for _ in range(num_looks):
         await paced(ways, sandboxes, options.rate, 60 * options.minutes / num_looks)
         seen.append(rss_mb(pid))
-        print(f"gateway memory, look {len(seen)} of {num_looks}: {seen[-1]:.2f} MB", file=sys.stderr, flush=True)
+        print(
+            f"gateway memory, look {len(seen)} of {num_looks}: {seen[-1]:.2f} MB", file=sys.stderr, flush=True
+        )
     half = num_looks // 2
     growth_mb = statistics.mean(seen[half:]) - statistics.mean(seen[:half])
     name = f"gateway memory over {options.minutes:g} minutes: second half less first half"

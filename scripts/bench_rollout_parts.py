@@ -38,7 +38,8 @@ def contract(url: str, timeout_s: float) -> dict[str, Any]:
         "tests/contract/test_engine_http.py",
     ]
     root = Path(__file__).resolve().parents[1]
-    environment = {**os.environ, "SLIME_CUA_SGLANG_URL": url, "PYTHONPATH": str(root)}
+    paths = [str(root), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = {**os.environ, "SLIME_CUA_SGLANG_URL": url, "PYTHONPATH": os.pathsep.join(paths)}
     try:
         ran = subprocess.run(
             [*suite, "-k", "sglang"],

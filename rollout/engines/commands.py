@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 from slime_cua.config.rollout import EngineConfig
 
@@ -59,7 +60,7 @@ def sglang_command(config: EngineConfig, model: Path, host: str, port: int, vers
         f"--port={port}",
         f"--tp-size={config.tp}",
         f"--dtype={'bfloat16' if config.dtype == 'bf16' else 'float32'}",
-        f"--context-length={config.max_context_tokens}",
+        f"--context-length={_context_tokens(model, config.max_context_tokens)}",
         f"--max-running-requests={config.max_batch}",
         f"--weight-version={version}",
         *SGLANG_FLAGS,
@@ -68,11 +69,22 @@ def sglang_command(config: EngineConfig, model: Path, host: str, port: int, vers
     ]
 
 
+def _text_config(model: Path) -> dict[str, Any]:
+    path = model / "config.json"
+    config = json.loads(path.read_text()) if path.is_file() else {}
+    text: dict[str, Any] = config.get("text_config", config)
+    return text
+
+
+def _context_tokens(model: Path, wanted: int) -> int:
+    """SGLang stops at start when asked for more than the model has; the embedded engine takes what there is."""
+    return min(wanted, int(_text_config(model).get("max_position_embeddings") or wanted))
+
+
 def _state_pool_flags(model: Path, max_batch: int) -> list[str]:
     """SGLang sizes the pool of recurrent states by a state's bytes, and stops at start where Qwen3.5 has no such layer
     (models/tiny_base): there the number is given instead."""
-    path = model / "config.json"
-    text = json.loads(path.read_text()).get("text_config", {}) if path.is_file() else {}
+    text = _text_config(model)
     kinds = text.get("layer_types") or ["linear_attention"]
     if not str(text.get("model_type", "")).startswith("qwen3_5") or "linear_attention" in kinds:
         return []

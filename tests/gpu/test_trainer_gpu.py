@@ -41,7 +41,7 @@ def relative(found: torch.Tensor, wanted: torch.Tensor) -> float:
     return float((found.float() - wanted.float()).norm() / wanted.float().norm())
 
 
-@pytest.mark.parametrize("lengths", [[70, 3, 129], [64, 64]], ids=["ragged", "equal"])
+@pytest.mark.parametrize("lengths", [[70, 3, 129], [64, 64], [2500, 2049]], ids=["ragged", "equal", "long"])
 def test_packed_flash_attention_and_its_gradient_equal_float32(lengths: list[int]) -> None:
     generator = torch.Generator("cuda").manual_seed(0)
     total = sum(lengths)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megatron_patches.fla_standin import causal_conv1d, l2norm
-from megatron_patches.te_standin.attention import DotProductAttention
+from megatron_patches.te_standin.attention import DotProductAttention, _long
 from megatron_patches.te_standin.linear import GroupedLinear, LayerNormLinear, Linear
 from megatron_patches.te_standin.norm import LayerNorm, RMSNorm
 from megatron_patches.te_standin.support import fp8_autocast
@@ -61,6 +61,26 @@ def test_packed_sequences_attend_causally_inside_themselves_only(lengths: list[i
         wanted = slow_attention(q[part], k[part], v[part], lambda i, j: j <= i)
         torch.testing.assert_close(found[part], wanted, atol=1e-12, rtol=0)
         at += n
+
+
+def test_long_sequences_one_by_one_give_what_packed_ones_give() -> None:
+    """The way that CUDA takes where sequences are long."""
+    drawn = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(300, n, 32, generator=drawn, requires_grad=True) for n in (4, 2, 2))
+    ends = torch.tensor([0, 100, 300], dtype=torch.int32)
+    whole = DotProductAttention(4, 32, softmax_scale=0.3)(
+        q,
+        k,
+        v,
+        qkv_format="thd",
+        attn_mask_type="padding_causal",
+        cu_seqlens_q=ends,
+        cu_seqlens_kv=ends,
+        max_seqlen_q=200,
+        max_seqlen_kv=200,
+    )
+    assert whole.shape == (300, 128)
+    torch.testing.assert_close(_long(q, k, v, [100, 200], True, 0.3), whole, atol=1e-6, rtol=1e-6)
 
 
 def test_rows_of_padded_packs_are_zero_and_the_others_as_without_padding() -> None:

@@ -37,6 +37,12 @@ def test_other_models_are_sized_by_sglang(tmp_path: Path, model_type: str, layer
     assert not any("mamba" in flag for flag in flags)
 
 
+@pytest.mark.parametrize(("wanted", "given"), [(32768, 16384), (4096, 4096)])
+def test_no_more_context_is_asked_for_than_the_model_has(wanted: int, given: int) -> None:
+    """models/tiny_base has 16,384 positions; SGLang refuses to start with more."""
+    assert f"--context-length={given}" in command(TINY, max_context_tokens=wanted)
+
+
 def test_extra_arguments_come_last_so_that_they_win() -> None:
     flags = command(TINY, extra_args=("--max-mamba-cache-size=9",), dtype="bf16")
     assert flags[-1] == "--max-mamba-cache-size=9"
