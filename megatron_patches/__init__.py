@@ -22,6 +22,7 @@ from megatron_patches import (
     gdn_input_norm,
     gdn_output_norm,
     mixed_dtype_groups,
+    one_cudnn,
     registry,
     rope_table,
     te_standin,
@@ -34,6 +35,7 @@ from megatron_patches.registry import Patch, UntestedVersionError
 from megatron_patches.triton_names import triton_names
 
 PATCHES: tuple[Patch, ...] = (
+    one_cudnn.PATCH,
     te_standin.PATCH,
     fla_standin.PATCH,
     cpu_device.PATCH,

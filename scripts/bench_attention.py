@@ -70,17 +70,15 @@ def stand_in(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: list[in
     return y.view(q.shape)
 
 
-def transformer_engine(is_packed: bool) -> Kernel:
-    """Transformer Engine's own choice: packed, or a sequence after the other."""
+def transformer_engine() -> Kernel:
+    """Transformer Engine's own choice, with the cuDNN of torch unless CUDNN_HOME names another."""
+    from megatron_patches import one_cudnn
+
+    if one_cudnn.is_needed():
+        one_cudnn.install()
     from transformer_engine.pytorch import DotProductAttention
 
     def kernel(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: list[int]) -> torch.Tensor:
-        if not is_packed:
-            layer = DotProductAttention(
-                q.shape[1], q.shape[2], num_gqa_groups=k.shape[1], qkv_format="bshd", attn_mask_type="causal"
-            )
-            parts = zip(*(x.split(lengths) for x in (q, k, v)), strict=True)
-            return torch.cat([layer(*(x[None] for x in part))[0] for part in parts]).view(q.shape)
         ends = ends_of(lengths, q.device)
         layer = DotProductAttention(
             q.shape[1],
@@ -116,12 +114,11 @@ def kernels() -> Iterator[tuple[str, Callable[[], Kernel]]]:
     """(name, maker); a maker raises where its kernel is not there."""
     from torch.nn.attention import SDPBackend
 
-    yield "stand-in (packed flash attention of torch)", lambda: stand_in
+    yield "megatron_patches, long sequences one by one", lambda: stand_in
     yield "torch, cuDNN, each sequence", lambda: each_by(SDPBackend.CUDNN_ATTENTION)
     yield "torch, flash, each sequence", lambda: each_by(SDPBackend.FLASH_ATTENTION)
     yield "torch, its own choice, each sequence", lambda: each_by(list(SDPBackend.__members__.values())[1:])
-    yield "Transformer Engine, packed", lambda: transformer_engine(is_packed=True)
-    yield "Transformer Engine, each sequence", lambda: transformer_engine(is_packed=False)
+    yield "Transformer Engine, packed", transformer_engine
     yield "flash-attn-4, packed", lambda: flash_attn_cute
 
 

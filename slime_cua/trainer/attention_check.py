@@ -1,8 +1,8 @@
 """Does the attention kernel of this machine compute right gradients for packed sequences? Asked once, before anything is trained.
 
-Transformer Engine 2.11.0 with torch 2.11.0+cu130 on an H200 does not, for 24 heads of 256 over 4 key heads, packed and causal: the output is
-right (0.002 from float64), the query gradient is 0.20 away and those of keys and values are NaN. There its attention alone is replaced by
-the plain one of megatron_patches; its linear layers and norms stay.
+Transformer Engine 2.11.0 did not on an H200 where a process held two releases of cuDNN: the output was right (0.002 from float64), the
+query gradient 0.20 away and those of keys and values NaN. megatron_patches.one_cudnn avoids that; where attention is wrong or fails all
+the same, it alone is replaced by the plain one of megatron_patches, and linear layers and norms stay.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ MAX_DISTANCE = 0.05
 
 
 def settle_packed_attention(model: torch.nn.Module, dtype: torch.dtype, device: torch.device) -> None:
-    """Ask the model's packed attention; where Transformer Engine's is wrong, put the plain one in its place, in every layer.
+    """Ask the model's packed attention; where Transformer Engine's is wrong or fails, put the plain one in its place, in every layer.
 
     ConfigError when the plain one is wrong, too. A collective: what one rank finds wrong all ranks replace.
     """
@@ -40,7 +40,7 @@ def settle_packed_attention(model: torch.nn.Module, dtype: torch.dtype, device: 
     fault = ""
     try:
         check_packed_attention(model, dtype, device)
-    except ConfigError as error:
+    except Exception as error:  # libraries that do not fit each other end as any of them
         fault = str(error)
     if not _is_any_rank(bool(fault), device):
         return
@@ -112,7 +112,8 @@ def check_packed_attention(model: torch.nn.Module, dtype: torch.dtype, device: t
         raise ConfigError(
             f"packed attention is wrong on this machine: {worst} is {apart[worst]:.3f} away from float32 "
             f"(relative; at most {MAX_DISTANCE}) with {layer.config.num_attention_heads} heads of {layer.config.kv_channels}. "
-            "Choose another kernel of Transformer Engine (NVTE_FUSED_ATTN=0 or NVTE_FLASH_ATTN=0), another release, or another torch"
+            "Set CUDNN_HOME to the cuDNN of torch, or choose another kernel of Transformer Engine (NVTE_FUSED_ATTN=0 or NVTE_FLASH_ATTN=0), "
+            "another release, or another torch"
         )
 
 

@@ -23,6 +23,7 @@ from tests.numerics.trainer_cases import make_samples
 
 pytestmark = [
     pytest.mark.gpu,
+    pytest.mark.filterwarnings("default"),  # packages of GPU sets warn at import
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 ROOT = Path(__file__).resolve().parents[2]

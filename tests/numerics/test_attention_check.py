@@ -83,6 +83,16 @@ def test_a_wrong_kernel_is_replaced_in_every_layer(caplog: pytest.LogCaptureFixt
     assert "takes the place" in caplog.text and "gradient of keys" in caplog.text
 
 
+def test_a_kernel_that_fails_is_replaced(caplog: pytest.LogCaptureFixture):
+    def fail(*ignored: Any) -> Any:
+        raise RuntimeError("CUDNN_STATUS_SUBLIBRARY_LOADING_FAILED")
+
+    layer = TEDotProductAttention(fail)
+    settle_packed_attention(layer, torch.float32, CPU)
+    check_packed_attention(layer, torch.float32, CPU)
+    assert "SUBLIBRARY_LOADING_FAILED" in caplog.text
+
+
 def test_a_right_kernel_stays(caplog: pytest.LogCaptureFixture):
     layer = TEDotProductAttention(lambda *x: x)
     settle_packed_attention(layer, torch.float32, CPU)

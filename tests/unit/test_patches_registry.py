@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import os
 import sys
 import types
 from pathlib import Path
@@ -10,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import megatron_patches
-from megatron_patches import fla_standin, registry, te_standin
+from megatron_patches import fla_standin, one_cudnn, registry, te_standin
 from megatron_patches.triton_names import is_missing, triton_names
 
 FOLDER = Path(megatron_patches.__file__).parent
@@ -77,3 +78,20 @@ def test_a_stand_in_steps_aside_where_the_real_package_is(
     monkeypatch.setitem(sys.modules, package, types.ModuleType(package))
     assert not standin.is_missing()
     assert registry.run((standin.PATCH,), "before_import") == []
+
+
+def test_transformer_engine_is_shown_the_cudnn_that_torch_brought(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    library = tmp_path / "nvidia/cudnn/lib/libcudnn.so.9"
+    library.parent.mkdir(parents=True)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "nvidia", raising=False)
+    monkeypatch.delenv("CUDNN_HOME", raising=False)
+    monkeypatch.setattr(te_standin, "is_missing", lambda: False)
+    assert not one_cudnn.is_needed()
+    library.touch()
+    assert one_cudnn.is_needed()
+    one_cudnn.install()
+    assert os.environ["CUDNN_HOME"] == str(tmp_path / "nvidia/cudnn")
+    assert not one_cudnn.is_needed(), "what a user set stays"
