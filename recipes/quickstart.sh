@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The main job on this machine, CPU alone, 15 to 16 minutes on 2 cores after installation:
+# The main job on this machine, CPU alone, 12 minutes on 2 cores after installation:
 #
 #   1. installs what is missing (scripts/env.sh says what before it does)
 #   2. starts a gateway and a host with local desktops: Xvfb, a window manager, real applications, in namespaces

@@ -42,7 +42,7 @@ def contract(url: str, timeout_s: float) -> dict[str, Any]:
     environment = {**os.environ, "SLIME_CUA_SGLANG_URL": url, "PYTHONPATH": os.pathsep.join(paths)}
     try:
         ran = subprocess.run(
-            [*suite, "-k", "sglang"],
+            [*suite, "-k", "sglang", "-Wdefault"],  # packages of GPU sets warn at import
             cwd=root,
             env=environment,
             timeout=timeout_s,
