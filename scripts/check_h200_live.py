@@ -59,16 +59,12 @@ def faults(check: Check) -> Iterator[Row]:
     run = the_run(check)
     yield from run.ready()
     run.wait_for_step(check, max(2, run.last_step() + 1))
-    pid = run.child.pids(
-        "sglang.launch_server" if not check.is_cpu else "rollout.embedded", "rollout.engines.lifeline"
-    )[-1]
-    port = re.search(r"--port=(\d+)", Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode())
-    assert port is not None
+    pid = run.engines()[-1]
     killed_s, step = time.time(), run.last_step()
     os.kill(pid, signal.SIGKILL)
-    back_s, update_s = 0.0, 0.0
-    for _ in waiting(check, run.child, "engine with the current weights after one was killed", 0.1):
-        if not back_s and served_version(port[1]) >= step:
+    back_s, update_s, turn_s = 0.0, 0.0, 0.0
+    for _ in waiting(check, run.child, "engine with the current weights after one was killed", 0.2):
+        if not back_s and any(served_version(other) >= step for other in run.engines()[-1:] if other != pid):
             back_s = time.time() - killed_s
         if not update_s and run.last_step() > step:
             update_s = run.steps()[-1]["time_s"] - killed_s
@@ -83,7 +79,12 @@ def faults(check: Check) -> Iterator[Row]:
     os.kill(ranks[-1], signal.SIGKILL)
     run.wait_for_step(check, step + 1)
     update_s = next(row["time_s"] for row in run.steps() if row["step"] > step) - killed_s
-    yield Row(f"1 of {len(ranks)} trainer rank(s) killed: next update finished after", f"{update_s:.1f} s")
+    lost = [json.loads(line) for line in (run.folder / "logs/faults.jsonl").read_text().splitlines()]
+    seen_s = next(fault["time_s"] for fault in lost if fault["part"] == "trainer") - killed_s
+    yield Row(
+        f"1 of {len(ranks)} trainer rank(s) killed: next update finished after",
+        f"{update_s:.1f} s (the run, which called no rank before, saw it after {seen_s:.1f} s)",
+    )
     yield from run.facts("after both ")
     code, left = run.child.end(), run.child.pids()
     yield holds(
@@ -146,6 +147,11 @@ class Run:
         self.wait_for_step(self._check, 1)
         self._is_ready = True
         yield Row("from the command to the first update", f"{time.monotonic() - self._began:.0f} s")
+
+    def engines(self) -> list[int]:
+        """Process ids of its policy servers, the youngest last."""
+        name = "rollout.embedded" if self._check.is_cpu else "sglang.launch_server"
+        return self.child.pids(name, but="rollout.engines.lifeline")
 
     def wait_for_step(self, check: Check, step: int) -> None:
         for _ in waiting(check, self.child, f"update {step}"):
@@ -267,10 +273,14 @@ def publish_rows(check: Check, run: Run, rows: list[dict[str, Any]], link: Child
         yield Row(f"{what}, measured", f"{float(check.finish(link).split()[-1]):.0f} GB/s")
 
 
-def served_version(port: str) -> int:
-    """weight_version of the server on this machine's `port`; -1: none answers."""
+def served_version(pid: int) -> int:
+    """weight_version of the server with this process id; -1: it does not answer."""
     try:
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}/model_info", timeout=2) as reply:
+        line = Path(f"/proc/{pid}/cmdline").read_text()
+        port = re.search(r"--port=(\d+)", line)
+        with urllib.request.urlopen(
+            f"http://127.0.0.1:{port[1] if port else 0}/model_info", timeout=2
+        ) as reply:
             return int(json.load(reply)["weight_version"])
     except (OSError, ValueError, KeyError):
         return -1
