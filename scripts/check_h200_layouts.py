@@ -21,11 +21,11 @@ MODELS = {
 }
 CASES: tuple[tuple[str, str, int], ...] = (
     ("dense", "", 1),
-    ("dense", "max_tokens_per_rank=160", 1),
+    ("dense", "max_tokens_per_rank=208", 1),
     ("dense", "tp=2 sequence_parallel=true", 2),
     ("dense", "tp=4 sequence_parallel=true", 4),
     ("experts", "", 1),
-    ("experts", "max_tokens_per_rank=160", 1),
+    ("experts", "max_tokens_per_rank=208", 1),
     ("experts", "dp=2 ep=2", 2),
     ("experts", "dp=4 ep=4", 4),
     ("experts", "tp=2 dp=2 ep=4 sequence_parallel=true", 4),
