@@ -13,6 +13,7 @@ cd "$(dirname "$0")/.."
 export NCCL_NVLS_ENABLE=0 TORCH_SYMM_MEM_DISABLE_MULTICAST=1 NVSHMEM_DISABLE_NVLS=1
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} TOKENIZERS_PARALLELISM=false PYTHONUNBUFFERED=1
 export PYTHONPATH="$PWD:$PWD/scripts${PYTHONPATH:+:$PYTHONPATH}"
+[[ ${SLIME_CUA_CHECK_DEVICE:-} != cpu ]] || export CUDA_VISIBLE_DEVICES=
 python=.venv/bin/python
 [[ -x $python ]] || python=${SLIME_CUA_PYTHON:-python3}
 exec "$python" scripts/check_h200.py "$@"

@@ -17,6 +17,7 @@ from check_h200_common import ROOT, Check, PartFailed, Row
 BUDGET_S = {"live": 210, "faults": 110, "layouts": 80, "mfu": 130}
 """Parts share the time in this relation, whatever is not used goes to later ones; the sum stays below nine minutes."""
 CPU_SLOWNESS = 4
+PROBE = "import torch; n = torch.cuda.device_count(); print(n, torch.cuda.get_device_name() if n else '')"
 MARKS = {True: "met", False: "MISSED", None: ""}
 
 
@@ -92,11 +93,12 @@ def missing(check: Check) -> str:
         return "--gateway needs the client's token in SLIME_CUA_GATEWAY_TOKEN"
     if check.is_cpu:
         return ""
-    found = output([check.python, "-c", "import torch; print(torch.cuda.device_count())"])
-    if not found.isdigit() or int(found) == 0:
+    found = output([check.python, "-c", PROBE])
+    number, _, check.device = found.partition(" ")
+    if not number.isdigit() or int(number) == 0:
         return "no GPU is seen by torch here: SLIME_CUA_CHECK_DEVICE=cpu runs the same code without one"
-    if int(found) < check.gpus:
-        return f"{found} GPU(s) are here and {check.gpus} were asked for: give {found} or less"
+    if int(number) < check.gpus:
+        return f"{number} GPU(s) are here and {check.gpus} were asked for: give {number} or less"
     needs_engine = {"live", "faults"} & set(check.parts)
     sglang = os.environ.get("SLIME_CUA_SGLANG_PYTHON") or check.python
     if needs_engine and output(
@@ -160,8 +162,7 @@ def keep(check: Check, part: str, rows: Sequence[Row]) -> None:
     """FOLDER/results.json and report.md with this part's rows in place of its earlier ones on as many GPUs."""
     path = check.folder / "results.json"
     found = json.loads(path.read_text()) if path.is_file() else {}
-    device = "CPU ranks" if check.is_cpu else "GPUs"
-    found[f"{part}, {check.gpus} {device}"] = {
+    found[f"{part}, {check.gpus} x {check.device}"] = {
         "rows": [asdict(row) for row in rows],
         "table": check.tables.get(part, ""),
     }

@@ -60,6 +60,7 @@ class Check:
     parts: Sequence[str]
     python: str
     is_cpu: bool = False
+    device: str = "CPU rank"
     gateway: str = ""
     model: Path = ROOT / "models/tiny_base"
     has_cold_start: bool = True

@@ -33,7 +33,7 @@ def live(check: Check) -> Iterator[Row]:
     link = None
     for _ in waiting(check, run.child, f"{NUM_UPDATES} updates"):
         if run.steps() and link is None and not check.is_cpu:
-            link = check.start("link", ["-c", LINK.format(min(1, check.gpus - 1))])
+            link = check.start("link", ["-c", LINK.format(check.gpus - 1)])
         if len(run.steps()) >= NUM_UPDATES:
             break
     rows = run.steps()
@@ -59,7 +59,10 @@ def faults(check: Check) -> Iterator[Row]:
     run = the_run(check)
     yield from run.ready()
     run.wait_for_step(check, max(2, run.last_step() + 1))
-    pid = run.engines()[-1]
+    engines = run.engines()
+    if not engines:
+        raise PartFailed("no engine's process was found")
+    pid = engines[-1]
     killed_s, step = time.time(), run.last_step()
     os.kill(pid, signal.SIGKILL)
     back_s, update_s, turn_s = 0.0, 0.0, 0.0
@@ -151,7 +154,8 @@ class Run:
     def engines(self) -> list[int]:
         """Process ids of its policy servers, the youngest last."""
         name = "rollout.embedded" if self._check.is_cpu else "sglang.launch_server"
-        return self.child.pids(name, but="rollout.engines.lifeline")
+        found = self.child.pids(name, but="rollout.engines.lifeline")
+        return [pid for pid in found if parent(pid) not in found]
 
     def wait_for_step(self, check: Check, step: int) -> None:
         for _ in waiting(check, self.child, f"update {step}"):
@@ -271,6 +275,14 @@ def publish_rows(check: Check, run: Run, rows: list[dict[str, Any]], link: Child
     if link is not None:
         what = "link between two GPUs" if check.gpus > 1 else "copies inside the GPU"
         yield Row(f"{what}, measured", f"{float(check.finish(link).split()[-1]):.0f} GB/s")
+
+
+def parent(pid: int) -> int:
+    """The parent's process id; 0 when the process is gone."""
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    except (OSError, ValueError, IndexError):
+        return 0
 
 
 def served_version(pid: int) -> int:
