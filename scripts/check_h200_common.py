@@ -17,8 +17,6 @@ from slime_cua.core.errors import SlimeCuaError
 ROOT = Path(__file__).resolve().parents[1]
 MARK = "SLIME_CUA_CHECK_MARK"
 """In the environment of every process that a Child starts, however deep."""
-END_S = 30.0
-"""A child that was told to end has so long."""
 
 
 class PartFailed(SlimeCuaError):
@@ -65,6 +63,8 @@ class Check:
     model: Path = ROOT / "models/tiny_base"
     has_cold_start: bool = True
     """The model knows no task yet: the run teaches it first."""
+    patience_s: float = 30.0
+    """A child that was told to end has so long."""
     end_s: float = 0.0
     """Of the part at work, on the monotonic clock."""
     tables: dict[str, str] = field(default_factory=dict)
@@ -86,7 +86,7 @@ class Check:
         try:
             code = child.process.wait(max(0.0, self.left_s()))
         except subprocess.TimeoutExpired:
-            child.end()
+            child.end(self.patience_s)
             raise PartFailed(f"not done within the part's time; see {child.log}") from None
         if code:
             raise PartFailed(f"ended with code {code}: {child.last_words()}; see {child.log}")
@@ -95,7 +95,7 @@ class Check:
     def close(self) -> None:
         """End every child that still runs."""
         for child in self.children:
-            child.end()
+            child.end(self.patience_s)
 
 
 class Child:
@@ -115,13 +115,13 @@ class Child:
                 start_new_session=True,
             )
 
-    def end(self, number: int = signal.SIGINT) -> int:
+    def end(self, patience_s: float) -> int:
         """Ask it to end as Ctrl-C does, then kill what is left; the exit code."""
         if self.process.poll() is None:
-            self.process.send_signal(number)
+            self.process.send_signal(signal.SIGINT)
             with contextlib.suppress(subprocess.TimeoutExpired):
-                self.process.wait(END_S)
-        end = time.monotonic() + END_S / 2
+                self.process.wait(patience_s)
+        end = time.monotonic() + patience_s / 2
         while self.pids() and self.process.poll() is not None and time.monotonic() < end:
             time.sleep(0.2)  # what it left behind notices by itself
         for pid in self.pids():

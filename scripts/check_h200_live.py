@@ -89,7 +89,7 @@ def faults(check: Check) -> Iterator[Row]:
         f"{update_s:.1f} s (the run, which called no rank before, saw it after {seen_s:.1f} s)",
     )
     yield from run.facts("after both ")
-    code, left = run.child.end(), run.child.pids()
+    code, left = run.child.end(check.patience_s), run.child.pids()
     yield holds(
         "the run ends on Ctrl-C and leaves no process",
         f"code {code}, {len(left)} left",
