@@ -1,13 +1,15 @@
 """Symptom: attention dies with CUDNN_STATUS_SUBLIBRARY_LOADING_FAILED, or its gradients are NaN, where a machine has a cuDNN besides
          the one that torch brought.
 Upstream: transformer_engine 2.11.0 common/__init__.py, _load_cuda_library.
-Why:      it looks for cuDNN in the system before Python's packages, so a process holds two releases and one finds the other's
-          parts. CUDNN_HOME is asked first: it is set to torch's. Who has set it is left alone.
+Why:      it looks for cuDNN in the system before Python's packages, and its own library names cuDNN's parts without a place, so a
+          process gets parts of two releases. CUDNN_HOME, which is asked first, is set to torch's, and all parts of torch's are
+          loaded before: a part that is there is not looked for again. Who has set CUDNN_HOME to another is left alone.
 Remove when: Transformer Engine takes the cuDNN that is loaded.
 """
 
 from __future__ import annotations
 
+import ctypes
 import importlib.util
 import os
 from pathlib import Path
@@ -28,12 +30,19 @@ def folder_of_torch() -> Path | None:
 
 def is_needed() -> bool:
     """With Transformer Engine, before it is imported."""
-    return not te_standin.is_missing() and "CUDNN_HOME" not in os.environ and folder_of_torch() is not None
+    if te_standin.is_missing():
+        return False
+    folder = folder_of_torch()
+    return folder is not None and os.environ.get("CUDNN_HOME", str(folder)) == str(folder)
 
 
 def install() -> None:
-    """Name torch's cuDNN to Transformer Engine, here and in processes that are started from here."""
-    os.environ["CUDNN_HOME"] = str(folder_of_torch())
+    """Name torch's cuDNN to Transformer Engine, here and in processes that are started from here, and load its parts here."""
+    folder = folder_of_torch()
+    assert folder is not None
+    os.environ["CUDNN_HOME"] = str(folder)
+    for library in sorted(folder.glob("lib/libcudnn*.so*")):
+        ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
 
 
 PATCH = Patch(

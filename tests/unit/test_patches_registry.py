@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import _ctypes
 import ast
 import os
+import shutil
 import sys
 import types
 from pathlib import Path
@@ -90,8 +92,11 @@ def test_transformer_engine_is_shown_the_cudnn_that_torch_brought(
     monkeypatch.delenv("CUDNN_HOME", raising=False)
     monkeypatch.setattr(te_standin, "is_missing", lambda: False)
     assert not one_cudnn.is_needed()
-    library.touch()
+    shutil.copy(_ctypes.__file__, library)  # any library that loads
     assert one_cudnn.is_needed()
     one_cudnn.install()
     assert os.environ["CUDNN_HOME"] == str(tmp_path / "nvidia/cudnn")
+    assert str(library) in Path("/proc/self/maps").read_text()
+    assert one_cudnn.is_needed(), "a child inherits the variable and has to load the parts itself"
+    monkeypatch.setenv("CUDNN_HOME", "/opt/cudnn")
     assert not one_cudnn.is_needed(), "what a user set stays"
