@@ -67,7 +67,8 @@ def faults(check: Check) -> Iterator[Row]:
     os.kill(pid, signal.SIGKILL)
     back_s, update_s, turn_s = 0.0, 0.0, 0.0
     for _ in waiting(check, run.child, "engine with the current weights after one was killed", 0.2):
-        if not back_s and any(served_version(other) >= step for other in run.engines()[-1:] if other != pid):
+        news = [other for other in run.engines() if other not in engines]
+        if not back_s and news and served_version(news[0]) >= step:
             back_s = time.time() - killed_s
         if not update_s and run.last_step() > step:
             update_s = run.steps()[-1]["time_s"] - killed_s
