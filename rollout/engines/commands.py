@@ -23,7 +23,8 @@ SGLANG_FLAGS = (
 )
 """Seen working with the pinned set; `engine.extra_args` come later and win."""
 
-STATES_A_REQUEST = 4
+STATES_A_REQUEST = 5
+"""SGLang 0.5.17 keeps so many for a running request, and takes fewer requests where they do not fit."""
 
 
 def embedded_command(

@@ -25,7 +25,7 @@ def folder(tmp_path: Path, model_type: str, layer_types: list[str]) -> Path:
 
 
 def test_a_qwen35_without_recurrent_layers_gets_its_number_of_states() -> None:
-    assert "--max-mamba-cache-size=32" in command(TINY, max_batch=8)
+    assert "--max-mamba-cache-size=40" in command(TINY, max_batch=8)
 
 
 @pytest.mark.parametrize(
