@@ -44,15 +44,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     total_s = 60 * options.minutes or slowness * sum(BUDGET_S.values())
     end_s = time.monotonic() + total_s
     is_good = True
-    with interrupt_on_signals():
-        try:
+    try:
+        with interrupt_on_signals():
             for place, part in enumerate(check.parts):
-                check.end_s = end_s - total_s * share_of(check.parts[place + 1 :], check.parts)
-                rows = measured(part, check)
-                is_good &= all(row.is_met is not False for row in rows)
-                keep(check, part, rows)
-        finally:
-            check.close()
+                later = check.parts[place + 1 :]
+                check.end_s = end_s - total_s * share_of(later, check.parts)
+                is_good &= all(row.is_met is not False for row in measured(part, check))
+                if not {"live", "faults"} & set(later):
+                    check.close()  # the run, where a part failed and left it
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        is_good = False
+    finally:
+        check.close()
     print(f"\n{check.folder}/report.md")
     return 0 if is_good else 1
 
@@ -133,7 +137,7 @@ def part_of(name: str) -> Callable[[Check], Iterable[Row]]:
 
 
 def measured(part: str, check: Check) -> list[Row]:
-    """The rows of a part, printed as they come; a failure is the last one."""
+    """The rows of a part, printed as they come and kept at its end; a failure is the last one."""
     print(
         f"\n== {part}, {check.gpus} {'rank(s) on CPU' if check.is_cpu else 'GPU(s)'}, {check.left_s():.0f} s at most",
         flush=True,
@@ -154,7 +158,9 @@ def measured(part: str, check: Check) -> list[Row]:
     except Exception as error:
         is_ours = isinstance(error, PartFailed)
         add(Row("failed", str(error) if is_ours else f"{type(error).__name__}: {error}", "no failure", False))
-    add(Row("time of the part", f"{time.monotonic() - began:.0f} s"))
+    finally:
+        add(Row("time of the part", f"{time.monotonic() - began:.0f} s"))
+        keep(check, part, rows)
     return rows
 
 

@@ -96,6 +96,7 @@ class Check:
         """End every child that still runs."""
         for child in self.children:
             child.end(self.patience_s)
+        self.children.clear()
 
 
 class Child:

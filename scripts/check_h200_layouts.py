@@ -5,7 +5,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -51,7 +53,8 @@ def layouts(check: Check) -> Iterator[Row]:
         command = [__file__, str(folder / family), f"dtype={dtype}", *keys.split()]
         children.append(check.start(f"layout_{number}_{family}", command))
         if check.is_cpu:
-            children[-1].process.wait()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                children[-1].process.wait(max(0.0, check.left_s()))
     lines = ["| family | layout | loss | gradient norm |", "|---|---|---|---|"]
     first: dict[str, dict[str, float]] = {}
     for (family, keys), child in zip(cases, children, strict=True):
