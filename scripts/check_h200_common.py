@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from slime_cua.core.errors import SlimeCuaError
 
@@ -70,6 +71,8 @@ class Check:
     tables: dict[str, str] = field(default_factory=dict)
     """Markdown below the report, by part."""
     children: list[Child] = field(default_factory=list)
+    run: Any = None
+    """The live run, where a part has started one."""
 
     def left_s(self) -> float:
         """Seconds until the part's deadline."""

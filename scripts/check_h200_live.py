@@ -108,41 +108,15 @@ class Run:
         self.num_steps = ENDLESS if "faults" in check.parts else NUM_UPDATES
         self.child = check.start(
             f"run_{number}",
-            ["-m", "slime_cua.train", "--config", "recipes/check_h200.yaml", *self._keys(check)],
+            [
+                "-m",
+                "slime_cua.train",
+                "--config",
+                "recipes/check_h200.yaml",
+                *run_keys(check, self.folder, self.num_steps),
+            ],
         )
         self._began, self._is_ready = time.monotonic(), False
-
-    def _keys(self, check: Check) -> list[str]:
-        tp, engines = (CPU_LAYOUTS if check.is_cpu else LAYOUTS)[check.gpus]
-        model = check.model if tp <= 2 else with_kv_heads(check.model, check.folder / "policy", tp)
-        keys = {
-            "run_dir": self.folder,
-            "model": model,
-            "num_steps": self.num_steps,
-            "trainer.parallel.tp": tp,
-            "trainer.parallel.sequence_parallel": str(tp > 1).lower(),
-            "rollout.engine.num_engines": engines,
-            "rollout.publish.way": "ipc" if check.gpus == 1 and not check.is_cpu else "broadcast",
-            "sandbox.gateway_url": check.gateway,
-        }
-        if not check.has_cold_start:
-            keys["sft.num_episodes"] = 0
-        if check.is_cpu:
-            keys |= {
-                "rollout.engine.kind": "embedded",
-                "rollout.engine.dtype": "fp32",
-                "trainer.dtype": "fp32",
-            }
-            keys |= {
-                "rollout.groups_per_step": 2,
-                "rollout.episodes_per_group": 4,
-                "rollout.canary.num_prompts": 4,
-            }
-            keys |= {"sandbox.num_desktops": 6, "sandbox.num_spares": 2, "sandbox.max_boots": 2}
-        else:
-            keys["rollout.engine.python"] = os.environ.get("SLIME_CUA_SGLANG_PYTHON", "")
-            keys["rollout.engine.extra_args"] = "[--mem-fraction-static=0.3]"
-        return [f"{name}={value}" for name, value in keys.items() if value != ""]
 
     def ready(self) -> Iterator[Row]:
         """Waits for the first update; how long the start took, told once."""
@@ -206,11 +180,45 @@ class Run:
         yield holds(f"{when}canary passed", f"{agreed} times", agreed > 0, "each time, or the run ends")
 
 
+def run_keys(check: Check, run_dir: Path, num_steps: int) -> list[str]:
+    """The keys of the run that follow from GPUs and options, for the command line of slime_cua.train."""
+    tp, engines = (CPU_LAYOUTS if check.is_cpu else LAYOUTS)[check.gpus]
+    model = check.model if tp <= 2 else with_kv_heads(check.model, check.folder / "policy", tp)
+    keys = {
+        "run_dir": run_dir,
+        "model": model,
+        "num_steps": num_steps,
+        "trainer.parallel.tp": tp,
+        "trainer.parallel.sequence_parallel": str(tp > 1).lower(),
+        "rollout.engine.num_engines": engines,
+        "rollout.publish.way": "ipc" if check.gpus == 1 and not check.is_cpu else "broadcast",
+        "sandbox.gateway_url": check.gateway,
+    }
+    if not check.has_cold_start:
+        keys["sft.num_episodes"] = 0
+    if check.is_cpu:
+        keys |= {
+            "rollout.engine.kind": "embedded",
+            "rollout.engine.dtype": "fp32",
+            "trainer.dtype": "fp32",
+        }
+        keys |= {
+            "rollout.groups_per_step": 2,
+            "rollout.episodes_per_group": 4,
+            "rollout.canary.num_prompts": 4,
+        }
+        keys |= {"sandbox.num_desktops": 6, "sandbox.num_spares": 2, "sandbox.max_boots": 2}
+    else:
+        keys["rollout.engine.python"] = os.environ.get("SLIME_CUA_SGLANG_PYTHON", "")
+        keys["rollout.engine.extra_args"] = "[--mem-fraction-static=0.3]"
+    return [f"{name}={value}" for name, value in keys.items() if value != ""]
+
+
 def the_run(check: Check) -> Run:
     """The run that an earlier part left at work, or a new one."""
-    found = getattr(check, "run", None)
-    if found is None or found.child.process.poll() is not None:
-        found = check.run = Run(check)  # type: ignore[attr-defined]
+    if check.run is None or check.run.child.process.poll() is not None:
+        check.run = Run(check)
+    found: Run = check.run
     return found
 
 

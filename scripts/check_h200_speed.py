@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 from tempfile import gettempdir
+from typing import Any
 
 from check_h200_common import ROOT, Check, Child, PartFailed, Row, at_least
 
@@ -103,7 +104,7 @@ def rows_of(check: Check, tp: int, entry: tuple[str, float, Child]) -> Iterator[
     )
 
 
-def table_row(path: Path) -> dict[str, float]:
+def table_row(path: Path) -> dict[str, Any]:
     """The row of the variant `all` that bench_train wrote. Raises PartFailed when it failed, or is not there."""
     rows = [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
     found = next((row for row in rows if row.get("variant") == "all"), None)

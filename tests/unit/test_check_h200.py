@@ -10,9 +10,13 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
+from slime_cua.config.base import load
+from slime_cua.config.run import RunConfig
+from slime_cua.convert import read_config
 from slime_cua.core.types import Episode, EpisodeGroup, Turn
 from slime_cua.data.episodes import EpisodeStore
 from slime_cua.launch.run_state import Batch, RunState
+from slime_cua.trainer.layouts import layout_faults
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.append(str(ROOT / "scripts"))
@@ -132,6 +136,23 @@ def test_repeated_key_value_heads_give_each_query_head_what_it_had(tmp_path):
     assert all((old[name] == new[name]).all() for name in old if name not in changed)
     with pytest.raises(common.PartFailed, match="do not become 3"):
         check_h200_live.with_kv_heads(source, tmp_path / "three", 3)
+
+
+@pytest.mark.parametrize("gpus", [1, 2, 4, 8])
+@pytest.mark.parametrize("is_cpu", [False, True])
+def test_every_number_of_gpus_has_a_legal_run(tmp_path, gpus, is_cpu):
+    """Ranks and engines fill the GPUs; one GPU is shared by mapped memory."""
+    check = common.Check(gpus=gpus, folder=tmp_path, parts=["live"], python="", is_cpu=is_cpu)
+    keys = check_h200_live.run_keys(check, tmp_path / "run", 10)
+    config = load(RunConfig, ROOT / "recipes/check_h200.yaml", keys)
+    parallel, engine = config.trainer.parallel, config.rollout.engine
+    assert layout_faults(read_config(config.model), parallel) == []
+    assert config.num_steps == 10 and engine.kind == ("embedded" if is_cpu else "sglang")
+    if not is_cpu:
+        taken = (
+            1 if config.rollout.publish.way == "ipc" else parallel.world_size + engine.num_engines * engine.tp
+        )
+        assert taken == gpus and (config.rollout.publish.way == "ipc") == (gpus == 1)
 
 
 def test_a_server_that_is_not_there_serves_nothing():
