@@ -210,7 +210,10 @@ def run_keys(check: Check, run_dir: Path, num_steps: int) -> list[str]:
         keys |= {"sandbox.num_desktops": 6, "sandbox.num_spares": 2, "sandbox.max_boots": 2}
     else:
         keys["rollout.engine.python"] = os.environ.get("SLIME_CUA_SGLANG_PYTHON", "")
-        keys["rollout.engine.extra_args"] = "[--mem-fraction-static=0.3]"
+        # SGLang captures prefills for 39 s at each start, an engine's restart included; there are few tokens to prefill here.
+        keys["rollout.engine.extra_args"] = (
+            "[--mem-fraction-static=0.3, --cuda-graph-backend-prefill=disabled]"
+        )
     return [f"{name}={value}" for name, value in keys.items() if value != ""]
 
 
