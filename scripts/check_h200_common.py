@@ -19,6 +19,9 @@ ROOT = Path(__file__).resolve().parents[1]
 MARK = "SLIME_CUA_CHECK_MARK"
 """In the environment of every process that a Child starts, however deep."""
 
+DYING_S = 5.0
+"""A killed process is gone by then, its memory given back."""
+
 
 class PartFailed(SlimeCuaError):
     """A part cannot go on; the text says why."""
@@ -131,7 +134,11 @@ class Child:
         for pid in self.pids():
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
-        return self.process.wait()
+        code = self.process.wait()
+        end = time.monotonic() + DYING_S
+        while self.pids() and time.monotonic() < end:
+            time.sleep(0.02)
+        return code
 
     def pids(self, words: str = "", but: str = "\0\0") -> list[int]:
         """Processes of the child whose command line holds `words` and not `but`, oldest first."""
