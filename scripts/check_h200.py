@@ -95,11 +95,13 @@ def missing(check: Check) -> str:
         return f"--model {check.model} holds no config.json: give a Hugging Face folder"
     if check.gateway and not os.environ.get("SLIME_CUA_GATEWAY_TOKEN"):
         return "--gateway needs the client's token in SLIME_CUA_GATEWAY_TOKEN"
+    number, _, device = output([check.python, "-c", PROBE]).partition(" ")
+    if not number.isdigit():
+        return f"{check.python} has no torch: run bash scripts/env.sh, or set SLIME_CUA_PYTHON to an interpreter that has"
     if check.is_cpu:
         return ""
-    found = output([check.python, "-c", PROBE])
-    number, _, check.device = found.partition(" ")
-    if not number.isdigit() or int(number) == 0:
+    check.device = device
+    if int(number) == 0:
         return "no GPU is seen by torch here: SLIME_CUA_CHECK_DEVICE=cpu runs the same code without one"
     if int(number) < check.gpus:
         return f"{number} GPU(s) are here and {check.gpus} were asked for: give {number} or less"

@@ -72,6 +72,11 @@ def test_without_enough_gpus_the_way_out_is_said(tmp_path):
     assert "SLIME_CUA_CHECK_DEVICE=cpu" in done.stderr and not (tmp_path / "out").exists()
 
 
+def test_an_interpreter_without_torch_is_named(check):
+    check.python = "/bin/false"
+    assert "/bin/false has no torch: run bash scripts/env.sh" in check_h200.missing(check)
+
+
 def test_a_part_that_fails_is_a_row_and_the_report_keeps_the_others(check):
     check_h200.keep(check, "layouts", [common.at_most("apart", 0.5, 1.0)])
     check_h200.keep(check, "live", [common.at_most("lag", 2, 1)])
