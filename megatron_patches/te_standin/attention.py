@@ -260,8 +260,11 @@ def _long(
     outputs = []
     with sdpa_kernel(kernels, set_priority=True):
         for parts in zip(*(x.split(lengths) for x in (q_TND, k_TGD, v_TGD)), strict=True):
+            q_1NLD, k_1GLD, v_1GLD = (x.transpose(0, 1)[None] for x in parts)
             y_1NLD = F.scaled_dot_product_attention(
-                *(x.transpose(0, 1)[None] for x in parts),
+                q_1NLD,
+                k_1GLD,
+                v_1GLD,
                 is_causal=is_causal,
                 scale=scale,
                 enable_gqa=q_TND.shape[1] != k_TGD.shape[1],

@@ -79,7 +79,10 @@ def write_random_model(folder: Path, spec: RandomModelSpec | None = None, device
                 torch.nn.init.normal_(parameter, std=spec.init_std)
             elif "norm" in name and name.endswith("weight"):
                 torch.nn.init.normal_(parameter, mean=parameter.mean().item(), std=0.1)
-    model.to(torch.bfloat16 if spec.dtype == "bf16" else torch.float32).save_pretrained(folder)
+    torch.nn.Module.to(
+        model, torch.bfloat16 if spec.dtype == "bf16" else torch.float32
+    )  # transformers' own is untyped
+    model.save_pretrained(folder)
     _name_what_others_read(folder)
     write_processor(folder)
     return folder
