@@ -5,15 +5,18 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from slime_cua.core.errors import CheckpointError
+
 EXAMPLES = """
-  slime-cua convert to-megatron --hf models/tiny --out runs/start
-  slime-cua convert to-hf --checkpoint runs/mine/checkpoints --hf models/tiny --out models/trained
+  slime-cua convert to-megatron --hf models/tiny_base --out runs/start
+  slime-cua convert to-hf --checkpoint runs/mine/checkpoints --hf models/tiny_base --out models/trained
 """
 
 
 def main(arguments: list[str]) -> int:
     """Run the command line; its exit code. Raises CheckpointError or ConfigError with the reason."""
     options = _parser().parse_args(arguments)
+    _check_target(Path(options.out), is_replaced=options.way == "to-hf")
     if options.way == "to-hf":
         from slime_cua.trainer.stream_export import stream_to_hf
 
@@ -24,6 +27,16 @@ def main(arguments: list[str]) -> int:
 
     print(stream_to_megatron(Path(options.hf), Path(options.out), options.dtype, shows_progress=True))
     return 0
+
+
+def _check_target(target: Path, is_replaced: bool) -> None:
+    """CheckpointError when `target` is a file, or would be replaced and is no Hugging Face folder: what is in it would be lost."""
+    if target.exists() and not target.is_dir():
+        raise CheckpointError(f"--out {target} is a file: give a folder")
+    if is_replaced and target.is_dir() and any(target.iterdir()) and not (target / "config.json").is_file():
+        raise CheckpointError(
+            f"--out {target} holds files and is no Hugging Face folder, which alone is replaced: give a new or an empty folder"
+        )
 
 
 def _parser() -> argparse.ArgumentParser:
