@@ -39,7 +39,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     from slime_cua.launch.signals import interrupt_on_signals
 
-    check.folder.mkdir(parents=True, exist_ok=True)
+    try:
+        check.folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        print(f"check_h200: {check.folder} cannot be made ({error.strerror}): give another folder", file=sys.stderr)
+        return 2
     slowness = CPU_SLOWNESS if check.is_cpu else 1
     total_s = 60 * options.minutes or slowness * sum(BUDGET_S.values())
     end_s = time.monotonic() + total_s
@@ -81,7 +85,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     options.parts = options.parts or list(BUDGET_S)
     if unknown := [part for part in options.parts if part not in BUDGET_S]:
         parser.error(f"no part {unknown[0]!r}: choose from {', '.join(BUDGET_S)}")
-    if options.minutes < 0:
+    if not 0 <= options.minutes < 1e6:
         parser.error(f"--minutes {options.minutes:g}: give a number above 0")
     return options
 
