@@ -13,6 +13,7 @@ from pathlib import Path
 
 from sandbox_cluster.tasks.loader import load_tasks
 from slime_cua.config.run import RunConfig
+from slime_cua.convert.hf_folder import tensor_table
 from slime_cua.core.errors import ConfigError, InfrastructureError, PreflightError
 from slime_cua.core.types import Task
 from slime_cua.trainer.layouts import check_divisibility
@@ -81,6 +82,7 @@ def check_model(config: RunConfig) -> None:
         raise ConfigError(
             f"model = {config.model!r}: no Hugging Face checkpoint is there, {', '.join(missing)} missing"
         )
+    tensor_table(folder)  # a truncated or missing shard is named before anything starts
     check_divisibility(folder, config.trainer.parallel)
 
 
