@@ -42,7 +42,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         check.folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        print(f"check_h200: {check.folder} cannot be made ({error.strerror}): give another folder", file=sys.stderr)
+        print(
+            f"check_h200: {check.folder} cannot be made ({error.strerror}): give another folder",
+            file=sys.stderr,
+        )
         return 2
     slowness = CPU_SLOWNESS if check.is_cpu else 1
     total_s = 60 * options.minutes or slowness * sum(BUDGET_S.values())

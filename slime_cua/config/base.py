@@ -59,7 +59,7 @@ def _read(path: Path, seen: tuple[Path, ...] = ()) -> dict[str, Any]:
         raise ConfigError(f"config file {path} does not exist")
     try:
         plain = yaml.safe_load(path.read_text()) or {}
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is not valid YAML: {error}") from error
     if not isinstance(plain, dict):
         raise ConfigError(f"{path}: the top level must be a mapping, not {type(plain).__name__}")
