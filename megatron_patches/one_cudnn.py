@@ -1,5 +1,5 @@
-"""Symptom: attention dies with CUDNN_STATUS_SUBLIBRARY_LOADING_FAILED, or its gradients are NaN, where a machine has a cuDNN besides
-         the one that torch brought.
+"""Symptom: where a machine has a cuDNN besides the one that torch brought, Transformer Engine does not import (an undefined symbol
+         of libcudnn_graph.so.9) or its attention dies with CUDNN_STATUS_SUBLIBRARY_LOADING_FAILED.
 Upstream: transformer_engine 2.11.0 common/__init__.py, _load_cuda_library.
 Why:      it looks for cuDNN in the system before Python's packages, and its own library names cuDNN's parts without a place, so a
           process gets parts of two releases. CUDNN_HOME, which is asked first, is set to torch's, and all parts of torch's are

@@ -27,14 +27,21 @@ class Row:
     """None: no goal."""
 
 
-def at_most(name: str, figure: float, most: float, unit: str, detail: str = "") -> Row:
+def at_most(name: str, figure: float, most: float, unit: str = "", detail: str = "") -> Row:
     """A figure that should not be larger than `most`."""
-    return Row(name, f"{figure:.4g} {unit}{detail}", f"at most {most:g} {unit}", figure <= most)
+    return Row(
+        name, f"{figure:.4g} {unit}{detail}".strip(), f"at most {most:g} {unit}".strip(), bool(figure <= most)
+    )
 
 
-def at_least(name: str, figure: float, least: float, unit: str, detail: str = "") -> Row:
+def at_least(name: str, figure: float, least: float, unit: str = "", detail: str = "") -> Row:
     """A figure that should not be smaller than `least`."""
-    return Row(name, f"{figure:.4g} {unit}{detail}", f"at least {least:g} {unit}", figure >= least)
+    return Row(
+        name,
+        f"{figure:.4g} {unit}{detail}".strip(),
+        f"at least {least:g} {unit}".strip(),
+        bool(figure >= least),
+    )
 
 
 def machine() -> str:

@@ -12,7 +12,10 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from check_h200_common import ROOT, Check, PartFailed, Row
+from bench_tables import Row
+from check_h200_common import ROOT, Check, PartFailed
+
+from slime_cua.core.files import write_atomic
 
 BUDGET_S = {"live": 210, "faults": 110, "layouts": 80, "mfu": 130}
 """Parts share the time in this relation, whatever is not used goes to later ones; the sum stays below nine minutes."""
@@ -157,7 +160,7 @@ def measured(part: str, check: Check) -> list[Row]:
     def add(row: Row) -> None:
         rows.append(row)
         print(
-            f"{MARKS[row.is_met]:6} {row.what}: {row.value}{f' (goal {row.goal})' if row.goal else ''}",
+            f"{MARKS[row.is_met]:6} {row.name}: {row.value}{f' (goal {row.goal})' if row.goal else ''}",
             flush=True,
         )
 
@@ -181,17 +184,17 @@ def keep(check: Check, part: str, rows: Sequence[Row]) -> None:
         "rows": [asdict(row) for row in rows],
         "table": check.tables.get(part, ""),
     }
-    path.write_text(json.dumps(found, indent=1))
+    write_atomic(path, json.dumps(found, indent=1).encode())
     lines = ["# check_h200", ""]
     for title, entry in found.items():
         lines += [f"## {title}", "", "| what | found | goal | |", "|---|---|---|---|"]
         for row in entry["rows"]:
-            cells = (row["what"], row["value"], row["goal"], MARKS[row["is_met"]])
+            cells = (row["name"], row["value"], row["goal"], MARKS[row["is_met"]])
             lines.append(
                 "| " + " | ".join(cell.replace("|", "/").replace("\n", " ") for cell in cells) + " |"
             )
         lines += ["", *([entry["table"], ""] if entry["table"] else [])]
-    (check.folder / "report.md").write_text("\n".join(lines))
+    write_atomic(check.folder / "report.md", "\n".join(lines).encode())
 
 
 if __name__ == "__main__":

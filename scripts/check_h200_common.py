@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from bench_tables import Row
+
 from slime_cua.core.errors import SlimeCuaError
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -27,30 +29,9 @@ class PartFailed(SlimeCuaError):
     """A part cannot go on; the text says why."""
 
 
-@dataclass(frozen=True)
-class Row:
-    """One line of the report."""
-
-    what: str
-    value: str
-    goal: str = ""
-    is_met: bool | None = None
-    """None: a figure without a goal."""
-
-
-def at_most(what: str, value: float, goal: float, unit: str = "") -> Row:
-    """A figure that must not be above `goal`."""
-    return Row(what, f"{value:.4g}{unit}", f"<= {goal:g}{unit}", bool(value <= goal))
-
-
-def at_least(what: str, value: float, goal: float, unit: str = "") -> Row:
-    """A figure that must not be below `goal`."""
-    return Row(what, f"{value:.4g}{unit}", f">= {goal:g}{unit}", bool(value >= goal))
-
-
-def holds(what: str, value: str, is_met: bool, goal: str = "yes") -> Row:
+def holds(name: str, value: str, is_met: bool, goal: str = "yes") -> Row:
     """Something that must be so."""
-    return Row(what, value, goal, is_met)
+    return Row(name, value, goal, is_met)
 
 
 @dataclass

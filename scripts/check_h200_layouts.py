@@ -14,7 +14,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from check_h200_common import Check, PartFailed, Row, at_most
+from bench_tables import Row, at_most
+from check_h200_common import Check, PartFailed
 
 MODELS = {
     "dense": "Qwen3.5, gated delta net and attention",

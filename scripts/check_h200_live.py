@@ -14,7 +14,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from check_h200_common import Check, Child, PartFailed, Row, at_most, holds, waiting
+from bench_tables import Row, at_most
+from check_h200_common import Check, Child, PartFailed, holds, waiting
 
 NUM_UPDATES = 10
 ENDLESS = 100_000
@@ -262,12 +263,12 @@ def gap_rows(check: Check, rows: list[dict[str, Any]]) -> Iterator[Row]:
     means = [row["gap/logp_abs_mean"] for row in rows if "gap/logp_abs_mean" in row]
     if not means:
         raise PartFailed("no update had a token of the current version to compare")
-    yield at_most("gap, mean, worst update", max(means), 0.025, " nats")
+    yield at_most("gap, mean, worst update", max(means), 0.025, "nats")
     yield at_most(
         "gap, 99th percentile, worst update",
         max(row.get("gap/logp_abs_p99", 0.0) for row in rows),
         0.2,
-        " nats",
+        "nats",
     )
 
 
@@ -278,7 +279,7 @@ def publish_rows(check: Check, run: Run, rows: list[dict[str, Any]], link: Child
     num_gb = num_parameters(check.model) * (4 if check.is_cpu else 2) / 1e9
     pause_s = statistics.median(row["time/publish_s"] for row in rows)
     yield at_most(
-        f"pause of a publish of {1000 * num_gb:.0f} MB, median", pause_s, round(1.0 + 0.1 * num_gb, 2), " s"
+        f"pause of a publish of {1000 * num_gb:.0f} MB, median", pause_s, round(1.0 + 0.1 * num_gb, 2), "s"
     )
     yield Row(
         "rate of a publish over the whole pause, each engine",

@@ -9,7 +9,8 @@ from pathlib import Path
 from tempfile import gettempdir
 from typing import Any
 
-from check_h200_common import ROOT, Check, Child, PartFailed, Row, at_least
+from bench_tables import Row, at_least
+from check_h200_common import ROOT, Check, Child, PartFailed
 
 GOALS = {1: (50.0, 40.0), 2: (45.0, 36.0), 4: (42.0, 34.0)}
 """tp -> percent of the measured bf16 matrix rate (without recompute, with full recompute)."""

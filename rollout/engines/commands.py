@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import logging
 import sys
 from pathlib import Path
 from typing import Any
 
 from slime_cua.config.rollout import EngineConfig
+
+logger = logging.getLogger(__name__)
 
 SGLANG_ENVIRONMENT = {"SGLANG_MM_AVOID_RETOKENIZE": "1", "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0"}
 """Without the first SGLang decodes a vision request's ids and tokenises the text again; without the second /health takes a
@@ -79,7 +82,12 @@ def _text_config(model: Path) -> dict[str, Any]:
 
 def _context_tokens(model: Path, wanted: int) -> int:
     """SGLang stops at start when asked for more than the model has; the embedded engine takes what there is."""
-    return min(wanted, int(_text_config(model).get("max_position_embeddings") or wanted))
+    most = int(_text_config(model).get("max_position_embeddings") or wanted)
+    if most < wanted:
+        logger.warning(
+            "max_context_tokens = %d: %s has %d positions, that many are served", wanted, model, most
+        )
+    return min(wanted, most)
 
 
 def _state_pool_flags(model: Path, max_batch: int) -> list[str]:

@@ -30,12 +30,13 @@ def main(arguments: list[str]) -> int:
 
 
 def _check_target(target: Path, is_replaced: bool) -> None:
-    """CheckpointError when `target` is a file, or would be replaced and is no Hugging Face folder: what is in it would be lost."""
+    """CheckpointError when `target` is a file, or would be replaced and is no Hugging Face checkpoint: what is in it would be lost."""
     if target.exists() and not target.is_dir():
         raise CheckpointError(f"--out {target} is a file: give a folder")
-    if is_replaced and target.is_dir() and any(target.iterdir()) and not (target / "config.json").is_file():
+    is_checkpoint = (target / "config.json").is_file() and any(target.glob("*.safetensors"))
+    if is_replaced and target.is_dir() and any(target.iterdir()) and not is_checkpoint:
         raise CheckpointError(
-            f"--out {target} holds files and is no Hugging Face folder, which alone is replaced: give a new or an empty folder"
+            f"--out {target} holds files and is no Hugging Face checkpoint, which alone is replaced: give a new or an empty folder"
         )
 
 
@@ -65,6 +66,8 @@ def _parser() -> argparse.ArgumentParser:
         required=True,
         help="folder that the run started from: config, tokenizer and processor files are copied, tensor names, dtypes and shards kept",
     )
-    end.add_argument("--out", required=True, help="Hugging Face folder to write")
+    end.add_argument(
+        "--out", required=True, help="Hugging Face folder to write; one that is there is replaced"
+    )
     end.add_argument("--dtype", choices=("source", "fp32", "bf16"), default="source", help="dtype written")
     return parser

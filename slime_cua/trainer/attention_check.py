@@ -1,8 +1,8 @@
 """Does the attention kernel of this machine compute right gradients for packed sequences? Asked once, before anything is trained.
 
-Transformer Engine 2.11.0 did not on an H200 where a process held two releases of cuDNN: the output was right (0.002 from float64), the
-query gradient 0.20 away and those of keys and values NaN. megatron_patches.one_cudnn avoids that; where attention is wrong or fails all
-the same, it alone is replaced by the plain one of megatron_patches, and linear layers and norms stay.
+Transformer Engine 2.11.0 once did not on an H200 that has a cuDNN besides torch's: the output was right (0.002 from float64), the query
+gradient 0.20 away and those of keys and values NaN. With torch's cuDNN alone (megatron_patches.one_cudnn) it was right. Where attention is
+wrong or fails all the same, it alone is replaced by the plain one of megatron_patches, and linear layers and norms stay.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def settle_packed_attention(model: torch.nn.Module, dtype: torch.dtype, device: 
     try:
         check_packed_attention(model, dtype, device)
     except Exception as error:  # libraries that do not fit each other end as any of them
-        fault = str(error)
+        fault = f"{type(error).__name__}: {error}"
     if not _is_any_rank(bool(fault), device):
         return
     for layer in layers:

@@ -38,9 +38,12 @@ def test_other_models_are_sized_by_sglang(tmp_path: Path, model_type: str, layer
 
 
 @pytest.mark.parametrize(("wanted", "given"), [(32768, 16384), (4096, 4096)])
-def test_no_more_context_is_asked_for_than_the_model_has(wanted: int, given: int) -> None:
+def test_no_more_context_is_asked_for_than_the_model_has(
+    wanted: int, given: int, caplog: pytest.LogCaptureFixture
+) -> None:
     """models/tiny_base has 16,384 positions; SGLang refuses to start with more."""
     assert f"--context-length={given}" in command(TINY, max_context_tokens=wanted)
+    assert ("has 16384 positions" in caplog.text) == (given < wanted)
 
 
 def test_extra_arguments_come_last_so_that_they_win() -> None:
